@@ -14,7 +14,7 @@ from faults import VARIABLE, FaultFile
 
 from vllm_kvtier import connector
 from vllm_kvtier.connector import KVTierConnector
-from vllm_kvtier.scheduler import connector_scheduler
+from vllm_kvtier.scheduler import wiring
 from vllm_kvtier.scheduler.leases.lease_client import LeaseClient
 from vllm_kvtier.scheduler.leases.lease_server import LeaseServer
 from vllm_kvtier.worker import connector_worker
@@ -123,6 +123,6 @@ class FaultyConnector(KVTierConnector):
 
     def __init__(self, *args: Any, **kwargs: Any):
         connector_worker.NixlTransport, connector.CacheMemory = FaultyTransport, FaultyMemory
-        connector_scheduler.LeaseClient, connector_scheduler.LeaseServer = FaultyLeaseClient, FaultyLeaseServer
+        wiring.LeaseClient, wiring.LeaseServer = FaultyLeaseClient, FaultyLeaseServer
         super().__init__(*args, **kwargs)
 

@@ -152,6 +152,11 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._scheduler.allocated(request, self._info.followed(blocks.get_block_ids()), num_external_tokens)
 
+    @contained(_SCHEDULER, tuple)
+    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
+        """The groups whose new blocks vLLM (0.32 on) need not clear for the load that was just offered."""
+        return self._scheduler.filled_groups(request.request_id)
+
     @contained(_SCHEDULER, dict, lambda self, request, tokens: hit_sources({"peer": tokens}))
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
         return hit_sources(self._scheduler.hit_sources(request.request_id, num_external_tokens))

@@ -16,7 +16,8 @@ repaired. vLLM's answer and the repair:
   request whose result could not be handled counts as failed.
 - ``request_finished*``: no export, no params; tables, pins and leases of the request go. A load continues until it
   ends.
-- ``take_events``, ``get_kv_connector_stats``, ``get_external_cache_hit_sources``, ``has_pending_block_frees``: empty.
+- ``take_events``, ``get_kv_connector_stats``, ``get_external_cache_hit_sources``, ``has_pending_block_frees``,
+  ``get_loaded_kv_cache_group_ids``: empty.
 - ``reset_cache`` and vLLM's own reset: state that must not survive a reset, because weights may have changed, is
   dropped twice; if that fails twice, the connector is passive.
 - ``start_load_kv``: synchronous loads that were not begun are reported failed with the step's output.

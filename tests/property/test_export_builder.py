@@ -630,6 +630,17 @@ def test_prefill_that_is_dropped_while_it_waits_is_not_exported(name, exported):
     assert "x" not in alone.exporter.unwanted, "the name of an ended prefill is kept for nothing"
 
 
+def test_stretch_of_ended_prefill_is_refused_for_good_before_the_lock_is_known():
+    """As where the probe found no lock. Its reader would wait for ten times the time limit."""
+    alone, found = Alone([1] * HASH_BLOCK_SIZE), []
+    stretches = PrefillStretches(alone.engine, SimpleNamespace(known=False), alone.exporter, alone.table)
+    ask = m.LeaseRequest(1, "i", 0, [], export="x", follow=True)
+    stretches.lease(ask, b"c", 1.0, found.append)
+    alone.exporter.prefill_ended("x")
+    stretches.lease(ask, b"c", 1.0, found.append)
+    assert found == [Refusal.NOT_READY, Refusal.UNKNOWN]
+
+
 def test_export_builder_resumed_prompt_has_one_checksum_per_block():
     """Resumed after a preemption, a prefill of several tokens completes the block that its prompt only began."""
     alone = Alone([1] * (HASH_BLOCK_SIZE + 1))

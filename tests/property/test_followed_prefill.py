@@ -335,3 +335,34 @@ def test_machine_above_reads_while_prefills_go_on():
         world.is_clean()
         early, ended = early + world.early, ended + world.ended
     assert early > ended / 2 > 10
+
+
+def _matched(tokens=40):
+    """A world with one request that holds a hit on a prefill's first stretch; vLLM had no room for it yet."""
+    world = World(GROUPS[0], 0)
+    while not world.prefills or next(iter(world.prefills.values())).request.num_tokens < tokens:
+        world = World(GROUPS[0], world.rng.randrange(1 << 30))
+        world.new_request()
+    (p,) = world.prefills.values()
+    assert world.matcher.match(p.request, 0) == (None, False)
+    while not world.followed(p).grants:
+        world.prefill_step()
+    assert not p.over and world.matcher.match(p.request, 0) == (p.request.num_tokens, True)
+    return world, p
+
+
+def _malformed(world, p):
+    follow = world.followed(p)
+    follow.grants.append(LeasedBlocks(("p", 1), "p/1", 99, 3, 5, [[0]], ["rank"], final=False))
+    follow.notify()
+
+
+@pytest.mark.parametrize("end", [lambda world, p: world.end_with(p, "unreachable"), _malformed])
+def test_followed_prefill_lost_before_allocation_fails_the_load(end):
+    """An error in our code would count, and switch the connector off after a few."""
+    world, p = _matched()
+    end(world, p)
+    p.over = True
+    world.run([lambda: None], [1], 1)
+    assert p.state == "done" and p.bad == set(p.tables[0]) and not p.reads
+    world.is_clean()

@@ -1,5 +1,7 @@
 """An engine that follows a prefill of another one: grants of stretches, the last grant, and every other end."""
 
+import dataclasses
+
 import pytest
 from endpoint_support import BLOCK_HASHES, HASH_BLOCK_SIZE, Asker, Source, SourceProcess, export, making
 from support import eventually
@@ -228,3 +230,41 @@ def test_follow_request_of_unknown_client_is_refused(make):
     ask = m.LeaseRequest(1, "source/1", 0, [], export="e", follow=True)
     running.source.on_reactor(lambda: running.source.endpoint._receive([b"stranger", m.encode(ask)]))
     assert running.parked() == 0
+
+
+def test_connection_that_ends_with_a_grant_gets_no_other_one(make):
+    """Sending the first one finds that it is gone."""
+    running, asker = Running(make), make(Asker)
+    follow(asker, running.source)
+    follow(asker, running.source)
+    eventually(lambda: running.parked() == 2)
+    endpoint, sent = running.source.endpoint, []
+
+    def send(identity, message):
+        sent.append(message)
+        endpoint._forget(identity)
+
+    endpoint._send = send
+    running.source.table.add(export())
+    running.source.on_reactor(endpoint._on_changed)
+    assert len(sent) == 1 and running.parked() == running.source.leases() == running.source.reactor.errors == 0
+
+
+def test_checksums_that_come_while_a_stretch_is_leased_are_granted_next(make):
+    running, asker = Running(make), make(Asker)
+    late, events = [], running.source.endpoint._events
+    running.source.endpoint._events = dataclasses.replace(events, lease_stretch=lambda *ask: late.append(ask))
+    pending, _ = follow(asker, running.source)
+    eventually(lambda: late)
+    running.compute(2 * HASH_BLOCK_SIZE)
+    running._stretch(*late[0])
+    eventually(lambda: len(late) == 2)
+    assert late[1][0].start == 2 * HASH_BLOCK_SIZE and len(pending.grants) == 1
+
+
+def test_heartbeats_come_before_a_followed_prefill_is_given_up(make):
+    running, asker = Running(make), make(Asker, lease_seconds=60.0, transfer_timeout=3.0)
+    pending, _ = follow(asker, running.source, max_wait=3.0)
+    first = pending.deadline
+    eventually(lambda: pending.deadline > first or pending.ended)
+    assert pending.ended is None

@@ -55,7 +55,7 @@ FORBIDDEN = [
     ("scheduler.planner", "scheduler.offload"),
     ("scheduler.integrity", "scheduler.leases"),
     ("scheduler.integrity", "scheduler.offload"),
-    *((f"scheduler.{part}", "scheduler.connector_scheduler") for part in (
+    *((f"scheduler.{part}", f"scheduler.{top}") for top in ("connector_scheduler", "wiring") for part in (
         "matching", "sources", "planner", "integrity", "leases", "offload", "admin",
     )),
     *((f"scheduler.{part}", "scheduler.admin") for part in (

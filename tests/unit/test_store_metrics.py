@@ -275,6 +275,18 @@ def test_store_metrics_reader_that_stalls_delays_no_request(start):
     assert Scraped(store.port).of("stored_blocks_total") == 4
 
 
+def test_store_metrics_come_back_when_threads_can_be_started_again(start, monkeypatch):
+    store = start()
+
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("threading.Thread.start", refuse)
+        assert all(_hung_up(store.port) for _ in range(metrics.MAX_SCRAPERS))
+    assert Scraped(store.port).of("responding") == 1
+
+
 def test_store_metrics_silent_connection_is_closed(start, monkeypatch):
     monkeypatch.setattr(metrics._Handler, "timeout", 0.2)
     store = start()

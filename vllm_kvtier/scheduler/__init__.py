@@ -1,6 +1,6 @@
 """The connector's scheduler side: which KV a request loads, from where, and which blocks other engines may read.
 
-``connector_scheduler`` wires it. Runs in the engine core process, on vLLM's scheduler thread; ``leases`` also on the
-engine's reactor. Imports ``jobs``, ``store``'s client and protocol, ``remote_store``, ``vllm_compat``, ``wire``,
-``codecs`` and ``telemetry``; never ``worker`` or ``connector``.
+``wiring`` makes its parts, ``connector_scheduler`` has vLLM's calls. Runs in the engine core process, on vLLM's
+scheduler thread; ``leases`` also on the engine's reactor. Imports ``jobs``, ``store``'s client and protocol,
+``remote_store``, ``vllm_compat``, ``wire``, ``codecs`` and ``telemetry``; never ``worker`` or ``connector``.
 """

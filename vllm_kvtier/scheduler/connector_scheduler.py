@@ -1,4 +1,4 @@
-"""Connector scheduler: wires matching, exports, the lease server and the lease client to vLLM's calls.
+"""Connector scheduler: what vLLM calls, passed on to the parts that ``wiring`` makes.
 
 Two threads: vLLM's scheduler thread, which owns block tables and the pool, and a reactor with all sockets. They meet in
 ``ExportTable`` (locked), in queued calls, and in the answers to lookups. The scheduler thread waits for some
@@ -10,58 +10,22 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from vllm_kvtier.codecs import Codec, choice
 from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.containment import Containment
 from vllm_kvtier.jobs.results import Result
 from vllm_kvtier.jobs.transfer_jobs import ChecksumJob, FailedJob, StepWork
 from vllm_kvtier.logs import get_logger
-from vllm_kvtier.scheduler.admin.admin_requests import AdminRequests
-from vllm_kvtier.scheduler.admin.gauges import Gauges
-from vllm_kvtier.scheduler.admin.store_admin import StoreAdmin
-from vllm_kvtier.scheduler.context import BlockGeometry, EngineContext, LoadContext
-from vllm_kvtier.scheduler.engine_identity import EngineIdentity
-from vllm_kvtier.scheduler.integrity.checksum_index import ChecksumIndex
-from vllm_kvtier.scheduler.integrity.load_results import LoadResults
-from vllm_kvtier.scheduler.integrity.sync_load import SyncLoad
-from vllm_kvtier.scheduler.leases.export_builder import RESERVE_PER_REQUEST, ExportBuilder
-from vllm_kvtier.scheduler.leases.exports import ExportTable, LeaseKind
-from vllm_kvtier.scheduler.leases.lease_client import LeaseClient
-from vllm_kvtier.scheduler.leases.lease_server import LeaseServer, LeaseServerEvents
-from vllm_kvtier.scheduler.leases.peer_directory_client import PeerDirectoryClient
-from vllm_kvtier.scheduler.leases.prefill_stretches import PrefillStretches
-from vllm_kvtier.scheduler.leases.prefix_cache_leases import PrefixCacheLeases
-from vllm_kvtier.scheduler.matching.provenance import Provenance
+from vllm_kvtier.scheduler.leases.export_builder import RESERVE_PER_REQUEST
+from vllm_kvtier.scheduler.leases.exports import LeaseKind
 from vllm_kvtier.scheduler.matching.request_lifecycle import State
-from vllm_kvtier.scheduler.matching.request_matcher import RequestMatcher
 from vllm_kvtier.scheduler.matching.transfer_params import read, write, write_report
-from vllm_kvtier.scheduler.offload.block_tables import BlockTables
-from vllm_kvtier.scheduler.offload.kv_events import Events
-from vllm_kvtier.scheduler.offload.offloader import Offloader
-from vllm_kvtier.scheduler.peer_access import PeerAccess
-from vllm_kvtier.scheduler.planner.load_planner import LoadPlanner
-from vllm_kvtier.scheduler.planner.step_timer import StepTimer
-from vllm_kvtier.scheduler.sources.base import Job, KVSource
-from vllm_kvtier.scheduler.sources.followed_prefill import FollowedPrefillSource
-from vllm_kvtier.scheduler.sources.node_store import NodeStoreSource
-from vllm_kvtier.scheduler.sources.peer_gpu import PeerGpuSource
-from vllm_kvtier.scheduler.sources.prefill_handoff import PrefillHandoffSource
-from vllm_kvtier.scheduler.sources.remote_store import RemoteStoreSource, store_bandwidth, uses_remote_store
-from vllm_kvtier.scheduler.sources.retained_blocks import RetainedBlocksSource
-from vllm_kvtier.scheduler.sources.slot_layout import NamespaceIds
-from vllm_kvtier.scheduler.sources.store_source import StoreSource
+from vllm_kvtier.scheduler.sources.base import Job
+from vllm_kvtier.scheduler.wiring import SchedulerParts
 from vllm_kvtier.vllm_compat import kv_events as vllm_events
 from vllm_kvtier.vllm_compat import weights
-from vllm_kvtier.vllm_compat.engine_info import BlockIds, EngineInfo
-from vllm_kvtier.vllm_compat.hooks import rollback
+from vllm_kvtier.vllm_compat.engine_info import EngineInfo
 from vllm_kvtier.vllm_compat.hooks.block_pool import BlockPool
-from vllm_kvtier.vllm_compat.hooks.idle_hook import EngineThread
-from vllm_kvtier.vllm_compat.probe.features import granted
-from vllm_kvtier.vllm_compat.probe.row import Feature
 from vllm_kvtier.wire import messages as m
-from vllm_kvtier.wire.auth import ClusterKey
-from vllm_kvtier.wire.link import LinkServer
-from vllm_kvtier.wire.reactor import Reactor
 
 logger = get_logger(__name__)
 
@@ -73,8 +37,9 @@ REPORT_SECONDS = 0.25
 IDLE_EVENT_BATCHES = 4  # batches of KV events that an idle engine publishes in one go
 
 
-class KVTierConnectorScheduler:
+class KVTierConnectorScheduler(SchedulerParts):
     _report_at = 0.0  # when vLLM next gets what was counted
+    _passive = False  # too much of our code failed
 
     def __init__(
         self,
@@ -87,130 +52,11 @@ class KVTierConnectorScheduler:
     ):
         """``connector``: the connector that this is one side of. Raises ConfigError if the endpoint cannot listen or
         the cluster key is unusable."""
-        self._info, self._config, self._pool = info, config, pool
-        self.counters, self._contain = connector.counters, containment
+        super().__init__(info, config, link_path, pool, connector, containment)
         containment.on_limit = self._become_passive
-        self._passive = False
-        key = ClusterKey.load(config.cluster_key_file) if config.cluster_key_file else None
-        # -- what the engine is
-        uses_store = not info.unsupported and (config.store != "off" or uses_remote_store(config))
-        self._identity = identity = EngineIdentity(
-            config, info, pool.hash_block_size, uses_store, lambda: self._reactor.call_soon(self._access.open_if_ready)
-        )
-        self._engine = EngineThread(
-            self._on_idle,
-            containment,
-            connector,
-            lambda engine: rollback.set_failure_policy(engine, config.kv_load_failure_policy),
-        )
-        self._reactor = Reactor("kvtier-scheduler")
-        self._link = LinkServer(self._reactor, link_path, lambda message: self._access.on_message(message))
-        left_behind = bool(info.left_behind)
-        geometry = BlockGeometry(info.groups, pool.hash_block_size, left_behind, info.draft_lookahead)
-        engine = EngineContext(config, info, geometry, pool, self.counters, self._reactor, identity)
-        # -- what other engines hold of ours
-        self._checksum_index = ChecksumIndex([size for size, _ in info.groups])
-        budget = {
-            LeaseKind.HANDOFF: int(pool.num_blocks * config.handoff_share),
-            LeaseKind.RETAINED: int(pool.num_blocks * config.retain_share),
-            LeaseKind.PEER_FETCH: int(pool.num_blocks * config.peer_lease_share),
-            LeaseKind.STRETCH: int(pool.num_blocks * config.handoff_share),
-        }
-        longest = 3 * config.transfer_timeout + config.lease_seconds  # any reader that works ends long before
-        align = geometry.alignment // geometry.hash_block_size
-        self._exports = ExportTable(geometry.hash_block_size, budget, align=align, longest_lease=longest)
-        cache_leases = PrefixCacheLeases(engine, self._engine.scheduler_lock, self._checksum_index, self._exports)
-        events = LeaseServerEvents(
-            on_freed=self._freed,
-            on_question=lambda question, answer: self._questions.ask(question, answer),
-            on_serving=lambda active: self._link.send(m.Serve(active)),
-            on_puller=lambda request: self._retained.record_puller(request),
-            lease_cached=cache_leases.lease,
-            lease_stretch=lambda *request: self._stretches.lease(*request),
-            on_dropped=lambda export: self._stretches.drop(export),
-        )
-        self._endpoint = LeaseServer(engine, self._exports, key, events)
-        identity.address = (self._endpoint.host, self._endpoint.port)
-        if info.unsupported:
-            self._endpoint.unusable = info.unsupported
-        self._exporter = ExportBuilder(
-            engine, self._exports, self._checksum_index,
-            shared=lambda: self._sharing is not None and self._sharing.active,
-        )  # fmt: skip
-        self._stretches = PrefillStretches(engine, self._engine.scheduler_lock, self._exporter, self._exports)
-        # -- load or recompute
-        bandwidths = {"host": store_bandwidth(config, info), "peer_gpu": info.peer_bandwidth}
-        self._planner = LoadPlanner(bandwidths, step_tokens=info.step_tokens, known=2)
-        self._step_timer = StepTimer(self._planner)
-        waits = info.supports_sync_load and not uses_remote_store(config)
-        waits = waits and info.groups[0][0] == geometry.hash_block_size
-        self._sync_load = SyncLoad(
-            config.sync_load_ms if waits else 0.0, config.transfer_timeout, pool, lambda: self._engine.scheduler,
-            connector, self._planner,
-        )  # fmt: skip
-        # -- sources; the store's answer names the peers whose GPUs are queried next
-        self._peers = LeaseClient(
-            self._reactor, config, key, lambda: self._access.hello(), identity.reach, info.world_size
-        )
-        context = LoadContext(engine, self._planner, self._checksum_index, self._peers, self._sync_load, NamespaceIds())
-        peer_gpu, self._retained = PeerGpuSource(context), RetainedBlocksSource(context)
-        self._wire_store(context, peer_gpu)
-        self._access = PeerAccess(engine, self._endpoint, self._store, self._offloader, self._sharing)
-        handoffs = FollowedPrefillSource(context), PrefillHandoffSource(context)
-        sources: list[KVSource | None] = [*handoffs, self._store, peer_gpu, self._retained]
-        self._matcher = RequestMatcher(context, [source for source in sources if source is not None])
-        self._outcomes = LoadResults(context, self._matcher, self._step_timer, containment, self._form)
-        # -- what requests fill, and questions about it
-        offload = self._offloader is not None and self._offloader.wanted()
-        self._tables = BlockTables(
-            info.groups, geometry.hash_block_size, self._checksum_index.forget,
-            lambda state: self._provenance.is_admitted(state) and (offload or self._exporter.checksums(state)),
-            None if info.group_ids is None else self._followed,
-        )  # fmt: skip
-        self._tables.rewritten = max(0, info.draft_lookahead - 1)
-        encoder_is_empty = (lambda: weights.encoder_is_empty(self.engine_scheduler)) if info.multimodal else None
-        self._provenance = Provenance(pool, info.prefix_caching, encoder_is_empty)
-        self._gauges = Gauges(context, self._matcher, self._exports, self._store, self._offloader)
-        self._questions = AdminRequests(
-            context, self._exports, self._matcher, self._store_admin, self._offloader, self._engine.wake
-        )
-        identity.start(self._engine.wake)
         pool.around_reset(self._before_reset, self._after_reset, containment)
         weights.watch(self)
         self._reactor.start()
-
-    def _followed(self, block_ids: BlockIds) -> BlockIds:
-        """Of new blocks by vLLM's groups, those of the groups that we follow. The others' get new content too."""
-        for ids in self._info.left_out(block_ids):
-            self._checksum_index.forget(ids)
-        return self._info.followed(block_ids)
-
-    def _wire_store(self, context: LoadContext, peer_gpu: PeerGpuSource) -> None:
-        """The node store, and what it brings: offloading, KV events, the other engines of the node. Or other nodes'."""
-        engine, info, config, wake = context.engine, context.engine.info, context.engine.config, self._engine.wake
-        self._store: StoreSource | None = None
-        self._events: Events | None = None
-        self._sharing: PeerDirectoryClient | None = None
-        self._offloader: Offloader | None = None
-        self._store_admin: StoreAdmin | None = None
-        if info.unsupported:
-            return
-        if uses_remote_store(config):
-            self._store = RemoteStoreSource(context, self._link.send)
-        if config.store == "off":
-            return
-        groups, hash_block_size = info.groups, engine.geometry.hash_block_size
-        if info.kv_events_enabled:
-            self._events = Events(groups, hash_block_size, self._reactor, wake)
-        if config.peer_fetch == "auto" and granted(Feature.PEER_FETCH) and info.supports_partial_prefix:
-            identity = engine.identity
-            self._sharing = PeerDirectoryClient(
-                self._checksum_index, identity.content_keys, groups, hash_block_size, identity.instance, wake
-            )
-        send, verified = self._link.send, lambda: not self._sync_load.verification_pending
-        node_store = NodeStoreSource(context, send, self._store_lost, peer_gpu, self._sharing, self._events)
-        self._store, self._store_admin = node_store, StoreAdmin(node_store)
-        self._offloader = Offloader(engine, node_store, send, wake, verified, self._events)
 
     # -- vLLM's calls (scheduler's thread) ---------------------------------------------------------------------------
 
@@ -282,6 +128,17 @@ class KVTierConnectorScheduler:
             self._matcher.fail_load(request, block_ids, external)
         else:
             self._release_all(request.request_id)
+
+    def filled_groups(self, request_id: str) -> tuple[int, ...]:
+        """vLLM's ids of the groups whose blocks this request's load fills as a whole. Of a block that the load ends in,
+        not all paths write more than the verified tokens. vLLM clears blocks where a recurrent state, or numbers of
+        another precision, may have left a NaN behind them, which attention would multiply with 0."""
+        state, ids = self._matcher.get(request_id), self._info.group_ids
+        if state is None or state.hit is None:
+            return ()
+        end = self._geometry.usable_tokens(state.hit.tokens, state.request.num_tokens)
+        whole = [g for g, (size, kind) in enumerate(self._geometry.groups) if end % size == 0 or not kind.by_position]
+        return tuple(whole if ids is None else [ids[g] for g in whole])
 
     def hit_sources(self, request_id: str, tokens: int) -> dict[str, int]:
         """As ``KVSource.hit_sources``, for ``tokens`` tokens that this request loads."""
@@ -437,10 +294,6 @@ class KVTierConnectorScheduler:
     def has_pending_frees(self) -> bool:
         return self._exports.has_freed() or (self._offloader is not None and self._offloader.has_frees())
 
-    @property
-    def engine_scheduler(self) -> Any | None:
-        return self._engine.scheduler
-
     def _before_reset(self) -> None:
         """vLLM resets its prefix cache, maybe for new weights: end all exports, leases and copies of its blocks."""
         attempt, insist = self._contain.attempt, self._contain.insist
@@ -529,29 +382,8 @@ class KVTierConnectorScheduler:
                 return
         self._engine.wake()  # there may be more; other work of this thread goes first
 
-    def _freed(self) -> None:
-        """Exports or leases ended (reactor's thread): unpin their blocks."""
-        if self._engine.scheduler_lock.known:
-            self._engine.scheduler_lock.run_when_free(self._exporter.drain)
-        else:
-            self._engine.wake()
-
-    def _form(self, kind: str) -> str:
-        """The codecs of a load, fetch or pull, for the metrics."""
-        if kind == "load" and self._store is not None:
-            return choice.names(self._store.codecs)
-        return Codec.RAW if kind == "fetch" else choice.names([self._identity.wire_codec])
-
     def _run_jobs(self) -> None:
         self._exporter.drain()
         if self._offloader is not None:
             self._contain.attempt("unpinning", self._offloader.drain)
         self._questions.run()
-
-    # -- reactor's thread --------------------------------------------------------------------------------------
-
-    def _store_lost(self) -> None:
-        """Cancel copies: what was reserved there may be another engine's now."""
-        self.counters.count("store_disconnects")
-        if self._offloader is not None:
-            self._offloader.jobs.lost()

@@ -22,6 +22,7 @@ class _Parts:
     last: bool = False
     failed: bool = False
     bad_blocks: set[int] = field(default_factory=set)
+    jobs: list[Job] = field(default_factory=list)
 
 
 class JobTable:
@@ -47,6 +48,7 @@ class JobTable:
                 parts = self._parts.setdefault(job.request_id, _Parts())
                 parts.running += 1
                 parts.last |= not job.more
+                parts.jobs.append(job)
         for pulls in (work.pulls, work.fetches):
             # The end of a load that has nothing left to read.
             for pull in [job for job in pulls if not (job.synchronous or any(len(g.blocks) for g in job.groups))]:
@@ -89,19 +91,24 @@ class JobTable:
             parts = self._parts.get(request_id)
             if parts is None or (parts.last and parts.running <= count):
                 out.finished.add(request_id)
-                if parts is not None and parts.failed:
-                    out.failed.add(request_id)
-                    out.bad_blocks |= parts.bad_blocks
         for result in out.results:
-            if result.failed and (result.request_id in out.finished or result.request_id not in self._parts):
+            if result.failed and result.request_id not in self._parts:
                 out.failed.add(result.request_id)
                 out.bad_blocks |= result.bad_blocks
+        # Of a load that lost a job: which of its jobs it was is not known.
+        lost = {result.request_id: self._parts[result.request_id].jobs for result in ended
+                if result.reason == LOST and result.request_id in self._parts}  # fmt: skip
+        unread = {name: {block for job in jobs for block in job.all_blocks} for name, jobs in lost.items()}
         self.sync_loads.clear_due()
         for result in ended:
             if (parts := self._parts.get(result.request_id)) is not None:
                 parts.running -= 1
-                parts.failed |= result.failed
-                parts.bad_blocks |= result.bad_blocks
+                parts.failed |= result.failed or result.request_id in unread
+                parts.bad_blocks |= result.bad_blocks | unread.get(result.request_id, set())
+        for request_id in out.finished:
+            if (parts := self._parts.get(request_id)) is not None and parts.failed:
+                out.failed.add(request_id)
+                out.bad_blocks |= parts.bad_blocks
         for request_id in out.finished:
             del self.outstanding[request_id]
             self._parts.pop(request_id, None)

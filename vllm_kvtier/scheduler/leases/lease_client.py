@@ -81,6 +81,8 @@ class LeaseClient(LeaseConnections[_Connection]):
         super().__init__(reactor, m.decode_engine, _Connection)
         self._config, self._key = config, key
         self._hello, self._reach, self._world = hello, reach, world
+        # A followed prefill gives up without an answer for as long as a transfer may take.
+        self._heartbeat_seconds = min(config.lease_seconds, config.transfer_timeout) / 3
         self._unmappable: set[str] = set()  # instances
         self._lookup_ids = itertools.count(1)
         reactor.on_stop(self._release_all)
@@ -329,7 +331,7 @@ class LeaseClient(LeaseConnections[_Connection]):
         )
         self._send(connection, request)
         if request.follow:
-            self._keep_alive(connection, self._config.lease_seconds / 3)
+            self._keep_alive(connection, self._heartbeat_seconds)
 
     @staticmethod
     def _rehash(connection: _Connection, pending: PendingLease) -> LookupMiss | None:
@@ -353,7 +355,7 @@ class LeaseClient(LeaseConnections[_Connection]):
         pending = connection.asked.get(granted.lookup_id)
         leased = self._leased(connection, granted, pending)
         connection.leases.add(granted.lease)
-        self._keep_alive(connection, self._config.lease_seconds / 3)
+        self._keep_alive(connection, self._heartbeat_seconds)
         if isinstance(pending, FollowedLease):
             self._granted_stretch(connection, pending, leased)
             return

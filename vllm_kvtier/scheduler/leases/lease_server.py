@@ -156,10 +156,10 @@ class LeaseServer(LeaseListener[Connection]):
     def _ask_parked(self) -> None:
         parked, self._parked = self._parked, [p for p in self._parked if p.request.follow]
         for p in parked:
-            if p.request.follow:
-                self._follow(p)
-            else:
+            if not p.request.follow:
                 self._lease(p.identity, p.request, p.deadline)
+            elif p.identity in self._connections:  # an answer to one before may have ended it
+                self._follow(p)
 
     def update(self) -> None:
         """After any change: report freed blocks, tell the workers whether peers read, set the next deadline."""
@@ -306,11 +306,10 @@ class LeaseServer(LeaseListener[Connection]):
         elif isinstance(found, Lease):
             p.sent, p.deadline = found.tokens, time.monotonic() + p.request.wait_seconds
             self._grant(p.identity, p.request, found, final=False)
-        elif found is Refusal.NOT_READY:
-            if p.again:
-                self._follow(p)
-        else:
+        elif found is not Refusal.NOT_READY:
             self._on_prefill_ended(p, found)
+        if p.again and p in self._parked:
+            self._follow(p)
         self.update()
 
     def _on_prefill_ended(self, p: Parked, found: Refusal) -> None:

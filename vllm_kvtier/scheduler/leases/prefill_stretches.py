@@ -7,7 +7,7 @@ goes on in other blocks. What the last step computes, and the partial last block
 What only a preempted prefill had is not leased, so that vLLM may reuse it.
 """
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 from vllm_kvtier.scheduler.context import EngineContext
 from vllm_kvtier.scheduler.leases.block_leases import BlockLeases
@@ -42,6 +42,14 @@ class PrefillStretches(BlockLeases):
         # With lookahead there is no partial last block.
         self.possible = engine.geometry.has_stretches and not engine.info.hash_lookahead
         self.possible &= engine.config.follow_share > 0
+
+    def lease(
+        self, request: m.LeaseRequest, connection: Hashable, seconds: float, answer: Callable[[Lease | Refusal], None]
+    ) -> None:
+        if not self._scheduler_lock.known and request.export in self._exporter.ended:
+            answer(Refusal.UNKNOWN)  # or its reader would wait in vain
+        else:
+            super().lease(request, connection, seconds, answer)
 
     def drop(self, name: str) -> None:
         """No engine will pull this prefill, should it still run or wait. Any thread."""

@@ -244,7 +244,7 @@ class RequestMatcher:
         state.loading_hashes = vr.block_hashes(request, tokens, hash_block_size)[first:]
         self._loading_hashes.update(dict.fromkeys(state.loading_hashes, request.request_id))
 
-    def _build_job(self, state: RequestState, block_ids: BlockIds, tokens: int) -> Job:
+    def _build_job(self, state: RequestState, block_ids: BlockIds, tokens: int) -> Job | FailedJob:
         """The job for ``state.hit``; its blocks get new content."""
         hit = state.taken_hit
         job = state.job = hit.source.build_job(state, block_ids, tokens)

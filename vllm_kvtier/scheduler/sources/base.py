@@ -43,7 +43,7 @@ from typing import Any, ClassVar, Literal
 
 from vllm_kvtier.cache_kinds import CacheGroup
 from vllm_kvtier.jobs.results import Result
-from vllm_kvtier.jobs.transfer_jobs import LoadJob, PeerFetchJob, PullJob, RemoteStoreInfo
+from vllm_kvtier.jobs.transfer_jobs import FailedJob, LoadJob, PeerFetchJob, PullJob, RemoteStoreInfo
 from vllm_kvtier.scheduler.matching.transfer_params import Address
 from vllm_kvtier.shapes.read_paths import ReadPath
 from vllm_kvtier.wire import messages as m
@@ -268,7 +268,7 @@ class KVSource(ABC):
         return False
 
     @abstractmethod
-    def build_job(self, state: RequestState, block_ids: BlockIds, tokens: int) -> Job:
+    def build_job(self, state: RequestState, block_ids: BlockIds, tokens: int) -> Job | FailedJob:
         """The workers' job for ``state.hit``: tokens [num_computed_tokens, tokens) into the blocks that vLLM
         allocated. Sets ``state.positions``, and ``state.entries`` if what comes has its checksum in the workers'
         tables."""

@@ -163,7 +163,8 @@ class FollowedPrefillSource(PrefillHandoffSource):
 
     # -- load --------------------------------------------------------------------------------------------------------
 
-    def build_job(self, state: RequestState, block_ids: BlockIds, tokens: int) -> Job:
+    def build_job(self, state: RequestState, block_ids: BlockIds, tokens: int) -> Job | FailedJob:
+        """A FailedJob if the prefill was lost while the request waited for blocks."""
         start = state.num_computed_tokens
         f = _Following(state, state.pending.answer, block_ids, tokens, start, self._num_blocks(start, tokens))
         self._context.checksum_index.forget(
@@ -173,7 +174,7 @@ class FollowedPrefillSource(PrefillHandoffSource):
         )
         state.entries, state.positions = [], {}
         job = self._next_job(f)
-        assert isinstance(job, PullJob | PeerFetchJob), "there is a grant"
+        assert job is not None, "there is a grant"
         self._following[state.request.request_id] = f
         return job
 
@@ -233,13 +234,18 @@ class FollowedPrefillSource(PrefillHandoffSource):
         groups = [GroupPull.join(g, [rows[g] for rows in parts]) for g in range(len(self._geometry.groups))]
         state.entries += job_builder.unchanged(state, entries, self._geometry, f.block_ids, f.tokens)
         self._counters.count("followed_tokens", "while_prefilling" if more else "after_prefill", tokens - f.given)
+        request_id, timeout, path = state.request.request_id, self._config.transfer_timeout, grants[0].path
+        job: Job
+        if path is ReadPath.MAPPED:
+            job = PeerFetchJob(request_id, grants[0].instance, groups, timeout, more=more)
+        else:
+            staged = path is ReadPath.STAGED
+            job = PullJob(request_id, grants[0].instance, groups, timeout, staged=staged, more=more)
+        # Behind all that may raise: what counts as given is in a job.
         f.reading += f.answer.grants[f.used : f.used + used]
         f.given, f.used, f.closed = tokens, f.used + used, not more
         f.results += self._engine.info.world_size
-        request_id, timeout, path = state.request.request_id, self._config.transfer_timeout, grants[0].path
-        if path is ReadPath.MAPPED:
-            return PeerFetchJob(request_id, grants[0].instance, groups, timeout, more=more)
-        return PullJob(request_id, grants[0].instance, groups, timeout, staged=path is ReadPath.STAGED, more=more)
+        return job
 
     def _close(self, f: _Following, reason: str) -> Job | FailedJob:
         """The last job: what is missing failed, except of a request that has ended."""
@@ -295,6 +301,7 @@ class FollowedPrefillSource(PrefillHandoffSource):
             self.release_export(state)
 
     def release_export(self, state: RequestState) -> None:
+        self._following.pop(state.request.request_id, None)  # after an error it may be there still
         handoff = state.hints.handoff
         if handoff is not None and handoff.follow:
             self._lease_client.release_export(handoff.address, handoff.export)

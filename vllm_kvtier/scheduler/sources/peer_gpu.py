@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterable
 
 from vllm_kvtier.jobs.results import Result
+from vllm_kvtier.jobs.transfer_jobs import FailedJob
 from vllm_kvtier.scheduler.context import LoadContext
 from vllm_kvtier.scheduler.sources import job_builder
 from vllm_kvtier.scheduler.sources.base import (
@@ -146,7 +147,7 @@ class PeerGpuSource(PeerLeaseSource):
     def supports_sync_load(self, hit: LookupHit) -> bool:
         return hit.mapped
 
-    def build_job(self, state: RequestState, block_ids: BlockIds, tokens: int) -> Job:
+    def build_job(self, state: RequestState, block_ids: BlockIds, tokens: int) -> Job | FailedJob:
         if not state.hit.mapped:
             return super().build_job(state, block_ids, tokens)
         keys, timeout = self._engine.identity.content_keys(), self._config.transfer_timeout

@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.jobs.results import Result
-from vllm_kvtier.jobs.transfer_jobs import PeerFetchJob
+from vllm_kvtier.jobs.transfer_jobs import FailedJob, PeerFetchJob
 from vllm_kvtier.scheduler.context import LoadContext
 from vllm_kvtier.scheduler.leases.pending_leases import LeasedBlocks
 from vllm_kvtier.scheduler.matching.request_state import lora_fingerprint_of
@@ -126,7 +126,7 @@ class PeerLeaseSource(KVSource):
     def beats(self, state: RequestState, hit: LookupHit, held: LookupHit) -> bool:
         return hit.tokens >= held.tokens + max(1, self._config.pull_threshold)
 
-    def build_job(self, state: RequestState, block_ids: BlockIds, tokens: int) -> Job:
+    def build_job(self, state: RequestState, block_ids: BlockIds, tokens: int) -> Job | FailedJob:
         keys = self._engine.identity.content_keys_of(state.hit.hash_block_size)
         timeout = self._config.transfer_timeout
         job = job_builder.pull_job(state, self._geometry, keys, block_ids, tokens, timeout)

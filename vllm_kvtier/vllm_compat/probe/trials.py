@@ -32,6 +32,7 @@ METHODS: dict[str, tuple[str, ...] | None] = {
     "on_new_request": ("request",),
     "get_num_new_matched_tokens": ("request", "num_computed_tokens"),
     "update_state_after_alloc": ("request", "blocks", "num_external_tokens"),
+    "get_loaded_kv_cache_group_ids": ("request",),
     "get_external_cache_hit_sources": ("request", "num_external_tokens"),
     "build_connector_meta": ("scheduler_output",),
     "update_connector_output": ("connector_output",),

@@ -1,0 +1,37 @@
+"""The jobs of one rank, and what vLLM gets when they end."""
+
+from pull_fakes import pull_of
+
+from vllm_kvtier.jobs.results import PullResult
+from vllm_kvtier.jobs.transfer_jobs import PullJob, StepWork
+from vllm_kvtier.worker.job_table import JobTable
+
+
+def part(table, blocks, more):
+    job = PullJob("r", "p/1", [pull_of(blocks, blocks)], 1.0, more=more)
+    table.submit(StepWork(1, pulls=[job]))
+    return job
+
+
+def test_load_in_parts_that_lost_one_reports_all_blocks_bad():
+    """Which of its jobs it was is not known. vLLM would compute on blocks that nothing was read into."""
+    table = JobTable()
+    part(table, [1, 2], more=True)
+    part(table, [3, 4], more=False)
+    table.finish(PullResult("r", set(), False, "", 1, 0.1))  # of the second
+    assert not table.results().finished
+    table.fail_lost(table.under_way(), known=set())
+    out = table.results()
+    assert out.finished == out.failed == {"r"} and out.bad_blocks == {1, 2, 3, 4}
+    assert not table.outstanding
+
+
+def test_load_in_parts_that_lost_the_first_fails_with_the_last():
+    table = JobTable()
+    part(table, [1, 2], more=True)
+    table.fail_lost(table.under_way(), known=set())
+    assert not table.results().finished
+    part(table, [3, 4], more=False)
+    table.finish(PullResult("r", set(), False, "", 1, 0.1))
+    out = table.results()
+    assert out.finished == out.failed == {"r"} and out.bad_blocks == {1, 2}
