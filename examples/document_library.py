@@ -26,13 +26,23 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import host_cache_demo
 import httpx
 from host_cache_demo import BLOCK, CACHE_BLOCKS, SUBJECTS, Failures, read_failures, same, warm_up
-from multiturn_demo import SHIPPED_MODEL, SYSTEM, at_least_one_computed, bring_up, console, python_file
+from multiturn_demo import (
+    SHIPPED_MODEL,
+    SYSTEM,
+    Fit,
+    at_least_one_computed,
+    bring_up,
+    bring_up_fitted,
+    console,
+    python_file,
+)
 from rich.table import Table
 
 from vllm_kvtier.devtools.clients import Answer, chat, prompt_tokens
@@ -47,6 +57,7 @@ MAX_LEN = 2560
 FUNCTIONS = 24  # of a document: about 1,500 tokens
 IDLE_SECONDS = 300  # of the store: longer than an engine's slowest start; then it ends by itself
 RECALLS = 0.8  # of the codes, computed; the shipped model recalls nine of ten, and must answer the same each time
+TINY = 64 << 20  # bytes of a model's weights
 FIRST_ROWS = 8  # of the documents; the others are in the sums
 
 COMPUTED, FROM_DISK, RESTARTED = PASSES = "computed", "from disk", "restarted"
@@ -90,7 +101,9 @@ def main() -> int:
     console.print(f"Model {args.model}; logs in {folder}, blocks in {disk}")
     engine = make_engine(args, folder, disk)
     try:
-        played = play(engine, args.times)
+        what, make = "the engine, which starts its store,", partial(make_engine, args, folder, disk)
+        engine = bring_up_fitted(args, engine, CACHE_BLOCKS, make, what)
+        played = play(engine, args.times, args.fit.block)
     except (ServiceFailed, StoreFailed, httpx.HTTPError) as error:
         console.print(f"[red]{type(error).__name__}:[/red] ", end="")
         console.print(str(error), markup=False)
@@ -115,14 +128,15 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", default=str(SHIPPED_MODEL), help="directory or hub name")
     parser.add_argument("--gpus", default="", help="GPU to use, for example 0; without, the CPU build")
-    parser.add_argument("--store-size", help="memory of the store; 36MiB for the shipped model, 1GiB for any other")
+    parser.add_argument("--store-size", help="memory of the store; 36MiB for tiny models, 1GiB for others")
     parser.add_argument("--times", type=float, default=10, help="the documents need so many times that memory")
     parser.add_argument("--disk", help="directory on the disk to use; a temporary one without")
     parser.add_argument("--disk-size", default="64GiB", help="most that may be written there")
     args = parser.parse_args()
     args.gpus = [int(gpu) for gpu in args.gpus.split(",") if gpu][:1]
-    args.recalls = Path(args.model).resolve() == SHIPPED_MODEL.resolve()
-    args.store_size = args.store_size or ("36MiB" if args.recalls else "1GiB")
+    args.recalls, args.fit = Path(args.model).resolve() == SHIPPED_MODEL.resolve(), Fit()
+    weights = sum(file.stat().st_size for file in Path(args.model).glob("*.safetensors"))
+    args.store_size = args.store_size or ("36MiB" if 0 < weights < TINY else "1GiB")
     return args
 
 
@@ -136,6 +150,7 @@ def make_engine(args: argparse.Namespace, logs: Path, disk: Path) -> Engine:
         # By default only what is seen twice is written, and the demo would be a pass longer.
         "store_disk_admission": "all",
     }
+    fit = args.fit.engine(args.gpus, CACHE_BLOCKS, MAX_LEN)
     return Engine(
         args.model,
         name="engine",
@@ -143,25 +158,25 @@ def make_engine(args: argparse.Namespace, logs: Path, disk: Path) -> Engine:
         gpus=args.gpus,
         max_model_len=MAX_LEN,
         block_size=BLOCK,
-        num_blocks=CACHE_BLOCKS,
+        num_blocks=fit["num_blocks"],
         kv_cache_bytes=2048 * MIB,
-        args=["--gpu-memory-utilization", "0.4"] if args.gpus else [],
+        args=[*fit["args"], *(["--gpu-memory-utilization", "0.4"] if args.gpus else [])],
         env={"XDG_RUNTIME_DIR": os.environ.get("XDG_RUNTIME_DIR")},
         log_dir=logs,
     )
 
 
-def play(engine: Engine, times: float) -> Played:
+def play(engine: Engine, times: float, block: int) -> Played:
+    """``block``: tokens of the model's blocks."""
     passes: dict[str, list[Asked]] = {}
     decisions: dict[str, dict[str, int]] = {}
 
     def one_pass(name: str, enough: Callable[[int, m.Counts], bool] = lambda asked, _: asked == number) -> m.Counts:
-        passes[name], decisions[name] = ask_all(engine, name, enough)
+        passes[name], decisions[name] = ask_all(engine, name, enough, block)
         failures.append(read_failures(engine))
         return counts_when_idle(store_path())
 
     failures: list[Failures] = []
-    bring_up([engine], "the engine, which starts its store,")
     warm_up(engine)
     open_tier(store_path())
     filled = one_pass(COMPUTED, lambda _, counts: needed(counts) >= times * counts.pool_bytes)
@@ -205,7 +220,9 @@ def document(number: int) -> list[dict[str, str]]:
     ]
 
 
-def ask_all(engine: Engine, name: str, enough: Callable[[int, m.Counts], bool]) -> tuple[list[Asked], dict[str, int]]:
+def ask_all(
+    engine: Engine, name: str, enough: Callable[[int, m.Counts], bool], block: int
+) -> tuple[list[Asked], dict[str, int]]:
     """Ask about the documents one by one until ``enough``; returns also the engine's load decisions."""
     asked: list[Asked] = []
     decided, counts = decisions(engine), counts_when_idle(store_path())
@@ -217,7 +234,7 @@ def ask_all(engine: Engine, name: str, enough: Callable[[int, m.Counts], bool]) 
             tokens = at_least_one_computed(prompt_tokens(engine.base_url) - tokens)
             # What was begun to be read for a prompt that was then computed would count for the next one, and slow it.
             counts = counts_when_idle(store_path())
-            from_disk = min(tokens.pulled, (tier_of(counts).read_blocks - read) * BLOCK)
+            from_disk = min(tokens.pulled, (tier_of(counts).read_blocks - read) * block)
             first_token = answer.first_token_seconds or answer.seconds
             asked.append(Asked(tokens, first_token, answer.text, from_disk))
     console.print(f"Asked {len(asked)} documents, {name}: {seconds(asked):.2f} s to the first tokens.")

@@ -25,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,10 @@ import msgspec
 from multiturn_demo import (
     SHIPPED_MODEL,
     SYSTEM,
+    Fit,
     at_least_one_computed,
     bring_up,
+    bring_up_fitted,
     console,
     nearly_tied,
     python_file,
@@ -98,6 +101,8 @@ def main() -> int:
     engine = make_engine(args, folder, runtime)
     counts: dict[str, Any] | None = None
     try:
+        what, make = "the engine, which starts its store,", partial(make_engine, args, folder, runtime)
+        engine = bring_up_fitted(args, engine, CACHE_BLOCKS, make, what)
         passes, failures, referee = play(engine)
         counts = store_counts(runtime)
         summary(passes, args.recalls, referee)
@@ -130,7 +135,7 @@ def arguments() -> argparse.Namespace:
     )
     args = parser.parse_args()
     args.gpus = [int(gpu) for gpu in args.gpus.split(",") if gpu][:1]
-    args.recalls = Path(args.model).resolve() == SHIPPED_MODEL.resolve()
+    args.recalls, args.fit = Path(args.model).resolve() == SHIPPED_MODEL.resolve(), Fit()
     args.store_size = args.store_size or ("256MiB" if args.recalls else "4GiB")
     return args
 
@@ -144,6 +149,7 @@ def make_engine(args: argparse.Namespace, logs: Path, runtime: Path) -> Engine:
         # unknown machine may well compute some of them, and this demo is about the others.
         "load_policy": "always",
     }
+    fit = args.fit.engine(args.gpus, CACHE_BLOCKS, MAX_LEN)
     return Engine(
         args.model,
         name="engine",
@@ -151,9 +157,9 @@ def make_engine(args: argparse.Namespace, logs: Path, runtime: Path) -> Engine:
         gpus=args.gpus,
         max_model_len=MAX_LEN,
         block_size=BLOCK,
-        num_blocks=CACHE_BLOCKS,
+        num_blocks=fit["num_blocks"],
         kv_cache_bytes=2048 * MIB,
-        args=["--gpu-memory-utilization", "0.4"] if args.gpus else [],
+        args=[*fit["args"], *(["--gpu-memory-utilization", "0.4"] if args.gpus else [])],
         env={"XDG_RUNTIME_DIR": str(runtime)},
         log_dir=logs,
     )
@@ -162,7 +168,6 @@ def make_engine(args: argparse.Namespace, logs: Path, runtime: Path) -> Engine:
 def play(engine: Engine) -> tuple[dict[str, list[Asked]], list[Failures], list[Answer]]:
     """All passes, the failures before and after the restart, and every answer again with its probabilities."""
     passes: dict[str, list[Asked]] = {}
-    bring_up([engine], "the engine, which starts its store,")
     warm_up(engine)
     passes[COMPUTED] = ask_all(engine, COMPUTED)
     passes[STORED] = ask_all(engine, STORED)

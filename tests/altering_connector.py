@@ -3,8 +3,8 @@ Or, before that, what the store (or a pull) brought.
 
 The environment variable KVTIER_ALTER names a file: "zero GROUP", or "exchange GROUP" for the content of the load (or
 pull) before it if that was of as many blocks, or nothing. "flip GROUP" flips a bit of one of the blocks in the store,
-just before it is copied, or of one that was pulled, just before it is verified. The engine needs this folder in
-PYTHONPATH, and a CPU:
+just before it is copied, or of one that was pulled, just before it is verified. "drafts GROUP" zeroes the layers of
+draft models only. The engine needs this folder in PYTHONPATH, and a CPU:
 
     "kv_connector": "AlteringConnector", "kv_connector_module_path": "altering_connector"
 """
@@ -80,8 +80,8 @@ def _alter(view, group, blocks):
     ids, views = torch.from_numpy(blocks), [view.pages(r) for r in view.groups[group].regions]
     loaded = [pages[ids] for pages in views]
     how = _planned(group)
-    for pages, other in zip(views, _before.get(group, loaded), strict=True):
-        if how == "zero":
+    for region, pages, other in zip(view.groups[group].regions, views, _before.get(group, loaded), strict=True):
+        if how == "zero" or (how == "drafts" and region.layer.startswith("draft_model.")):
             pages[ids] = 0
         elif how == "exchange" and len(other) == len(ids):
             pages[ids] = other

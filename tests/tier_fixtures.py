@@ -16,9 +16,10 @@ from node_events import Follower
 from node_fixtures import OPTIONS, RETAIN_SECONDS, SLOT_PAGES, NodeDriver, NodeStore
 from store_support import RawClient, block_hashes_of, items_of
 from support import eventually
+from tier_processes import tier_process_of
 
 from vllm_kvtier.devtools.engines import Engine
-from vllm_kvtier.devtools.stores import StoreFailed, counts_when_idle, open_tier, tier_of, tier_process_of
+from vllm_kvtier.devtools.stores import StoreFailed, counts_when_idle, open_tier, tier_of
 from vllm_kvtier.store import protocol as m
 from vllm_kvtier.store.tiers.base import TierCounts
 

@@ -15,10 +15,11 @@ import pytest
 from engine_client import assert_same, driving, random_tokens
 from engine_fixtures import BLOCK, ENGINE_FLAGS, start_missing
 from node_fixtures import OPTIONS, STORE_SIZE, Memory, NodeDriver, NodeStore, runtime_dir, seeded, store_env, store_in
+from tier_processes import tier_process_of
 
 from vllm_kvtier.devtools.engines import Engine, kvtier
 from vllm_kvtier.devtools.processes import free_port, kill_all
-from vllm_kvtier.devtools.stores import tier_of, tier_process_of
+from vllm_kvtier.devtools.stores import tier_of
 
 FAR = {key: value for key, value in OPTIONS.items() if not key.startswith("store_")}
 FAR |= {"store": "off", "load_policy": "always"}

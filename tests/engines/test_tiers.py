@@ -31,10 +31,10 @@ from tier_fixtures import (
     while_under_way,
     written_since,
 )
+from tier_processes import tier_process_of
 
 from vllm_kvtier.devtools.engines import Engine, kvtier
 from vllm_kvtier.devtools.processes import free_port, kill_all, lives
-from vllm_kvtier.devtools.stores import tier_process_of
 from vllm_kvtier.store.protocol import PAGE
 
 

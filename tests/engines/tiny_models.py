@@ -4,7 +4,10 @@ The weights are scaled so that greedy answers depend on the whole history: queri
 attention picks few tokens; the layers add more to the residual stream than the embedding brought; and only LIVE tokens
 have a large output row, so that the best token's margin stays far above rounding. transformers builds and saves them.
 
-usage: python tests/engines/tiny_models.py KIND DIRECTORY        with the tokenizer of models/recall-6m
+usage: python tests/engines/tiny_models.py KIND DIRECTORY
+
+That writes a model for the demos (``make demo MODEL=DIRECTORY``), with the tokenizer of models/recall-6m. It answers in
+whole words, which are the same tokens when a chat sends them back.
 """
 
 import json
@@ -113,8 +116,8 @@ def _filled(name, p, live, g):
     return torch.randn(p.shape, generator=g) * (SHARP.get(leaf, 1.0) / math.sqrt(fan_in))
 
 
-def build(kind: str, out: Path, tokenizer: Path, seed: int = 0) -> Path:
-    """Write the model's directory; ``tokenizer``: where its tokenizer's files are."""
+def build(kind: str, out: Path, tokenizer: Path, seed: int = 0, words: bool = False) -> Path:
+    """Write the model's directory; ``tokenizer``: where its tokenizer's files are; ``words``: see the module."""
     import torch
     import transformers
 
@@ -124,6 +127,8 @@ def build(kind: str, out: Path, tokenizer: Path, seed: int = 0) -> Path:
     model = getattr(transformers, model_class)(getattr(transformers, config_class)(**args)).to(torch.float32)
     g = torch.Generator().manual_seed(seed)
     live = torch.randperm(VOCAB - 16, generator=g)[:LIVE] + 16
+    if words:
+        live = torch.tensor(_words(tokenizer)[:LIVE])
     with torch.no_grad():
         for name, p in model.named_parameters():
             new = _filled(name, p, live, g)
@@ -145,6 +150,12 @@ def build(kind: str, out: Path, tokenizer: Path, seed: int = 0) -> Path:
     return out
 
 
+def _words(tokenizer: Path) -> list[int]:
+    """Tokens that are a space and a whole word."""
+    made = json.loads((tokenizer / "tokenizer.json").read_text())["model"]["vocab"]
+    return [token for text, token in made.items() if text[0] == "Ġ" and text[1:].isascii() and text[2:].isalpha()]
+
+
 def _rename_as_vllm(path: Path) -> None:
     """transformers writes some names of DeepSeek V4 otherwise than vLLM, and the hub, have them."""
     from safetensors.torch import load_file, save_file
@@ -160,4 +171,4 @@ def _rename_as_vllm(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    build(sys.argv[1], Path(sys.argv[2]), Path(__file__).parents[2] / "models" / "recall-6m")
+    build(sys.argv[1], Path(sys.argv[2]), Path(__file__).parents[2] / "models" / "recall-6m", words=True)

@@ -17,7 +17,7 @@ def demo(root):
     return module
 
 
-ARGS = SimpleNamespace(recalls=True, pull_threshold=1)
+ARGS = SimpleNamespace(recalls=True, pull_threshold=1, fit=SimpleNamespace(block=32))
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_demo_prefill_pulls_outside_bidirectional_round_are_a_failure(demo, good
 def test_demo_accepts_turns_below_pull_threshold(demo, good):
     alone = PromptTokens(computed=100, cached=100, pulled=0)
     rounds = replaced(good(False), 1, d=alone, reported={})
-    assert demo.judge(rounds, False, SimpleNamespace(recalls=True, pull_threshold=128)) == []
+    assert demo.judge(rounds, False, SimpleNamespace(recalls=True, pull_threshold=128, fit=ARGS.fit)) == []
 
 
 def test_demo_counts_last_token_as_computed(demo):
@@ -113,3 +113,15 @@ def test_near_tie_of_logprobs_is_recognised(demo, given, tied):
 def test_demo_filler_file_is_deterministic(demo):
     assert demo.python_file(1, 2) == demo.python_file(1, 2) != demo.python_file(2, 2)
     compile(demo.python_file(1, 18), "ballast", "exec")
+
+
+def test_demo_sizes_cache_of_model_with_states_by_vllm_log(demo, tmp_path):
+    log = tmp_path / "engine.log"
+    log.write_text("INFO KV cache size: 9,999 tokens, Maximum concurrency for 3,456 tokens per request: 12.50x\n")
+    assert demo.fitted(SimpleNamespace(log_path=log), 100) is None, "blocks are as asked for"
+    log.write_text(f"INFO Setting attention block size to 544 tokens to ensure\n{log.read_text()}")
+    fit = demo.fitted(SimpleNamespace(log_path=log), 100)
+    assert (fit.block, fit.prompt) == (544, 8)
+    made = fit.engine([], 2 * 3456 // demo.BLOCK, 3456)
+    assert made == {"num_blocks": 17, "args": ["--max-num-batched-tokens", "544"]}, "two prompts, and one more"
+    assert fit.engine([0], 1, 3456)["args"] == [] and demo.Fit().engine([], 7, 3456) == {"num_blocks": 7, "args": []}

@@ -5,9 +5,7 @@ import select
 import signal
 import time
 from contextlib import suppress
-from pathlib import Path
 
-from vllm_kvtier.devtools.processes import lives
 from vllm_kvtier.doctor.store import request_counts
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.store.protocol import Counts
@@ -86,14 +84,3 @@ def end_store(path: str, how: signal.Signals = signal.SIGTERM, seconds: float = 
             select.select([fd], [], [], seconds)
         finally:
             os.close(fd)
-
-
-def tier_process_of(store: int, kind: str = "disk") -> int:
-    """Process id of the store's tier process of that kind; 0 if there is none."""
-    wanted = {b"vllm_kvtier.store.tiers.process.main", f"--kind={kind}".encode()}
-    for children in Path(f"/proc/{store}/task").glob("*/children"):
-        with suppress(OSError):  # a thread or a child has ended
-            for pid in map(int, children.read_text().split()):
-                if wanted <= set(Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")) and lives(pid):
-                    return pid
-    return 0

@@ -97,7 +97,6 @@ class NodeReads:
         self._failed: list[Job] = []  # to be reported when their reader is closed
         self._queues: dict[Source, Queue] = {}
         self._disconnected: list[str] = []  # agents that the reader must forget
-        self.replaced = 0
 
     @property
     def active(self) -> bool:
@@ -238,11 +237,9 @@ class NodeReads:
             self._break(source, "the NIXL agent is replaced because another read failed, and this one did not end")
         reader, self._reader = self._reader, None
         self._disconnected.clear()
-        if reader is not None:
-            self.replaced += 1
-            if not reader.close():
-                self._events.on_stuck("NIXL cannot end a failed read")
-                return
+        if reader is not None and not reader.close():
+            self._events.on_stuck("NIXL cannot end a failed read")
+            return
         failed, self._failed = self._failed, []
         for job in failed:
             self._events.on_done(job, now - job.started)
