@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import random
 from dataclasses import replace
 
 import pytest
@@ -175,11 +176,30 @@ def test_no_request_and_unknown_names_raise():
 
 
 @settings(max_examples=60, deadline=None)
-@given(TURNS, st.integers(6, 80), st.sampled_from([0, 10, 200]), st.sampled_from([0, 8]), st.sampled_from([*POLICIES]))
-def test_one_node_equals_the_replay_of_one_engine(requests, memory, disk, cache, policy):
-    one = replay(requests, memory, disk, cache=cache, memory_policy=policy)
-    found = simulate(requests, 1, Cluster(1, memory, disk, cache, memory_policy=policy), grain=1)["hits"]
+@given(TURNS, st.integers(0, 80), st.sampled_from([0, 8]), st.sampled_from(sorted({*POLICIES} - {"s3fifo"})))
+def test_one_node_equals_the_replay_of_one_engine(requests, room, cache, policy):
+    memory = room + max(len(ids) for _, ids in requests)
+    one = replay(requests, memory, cache=cache, memory_policy=policy)
+    found = simulate(requests, 1, Cluster(1, memory, 0, cache, memory_policy=policy), grain=1)["hits"]
     assert found == pytest.approx({"cluster": 0.0} | {tier: one[f"{tier}_hits"] for tier in TIERS}), policy
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_one_node_is_close_to_the_replay_of_one_engine(policy):
+    """Also with a disk, with prompts that are longer than memory, and with a policy that depends on the order in which
+    blocks of one prompt are used: the order of evictions may differ there."""
+    rng = random.Random(policy)
+    equal = differ = 0
+    for _ in range(100):
+        turns = [(rng.randint(0, 6), rng.randint(1, 5)) for _ in range(rng.randint(2, 60))]
+        requests, memory = conversations(turns), rng.randint(6, 80)
+        disk, cache = rng.choice([0, 10, 200]), rng.choice([0, 8])
+        one = replay(requests, memory, disk, cache=cache, memory_policy=policy)
+        found = simulate(requests, 1, Cluster(1, memory, disk, cache, memory_policy=policy), grain=1)["hits"]
+        differs = sum(abs(found[tier] - one[f"{tier}_hits"]) for tier in TIERS)
+        equal += differs < 1e-9
+        differ += differs
+    assert equal >= 80 and differ < 0.5, "half a percent of all blocks"
 
 
 def test_one_node_that_writes_all_to_disk_is_close_to_the_replay_of_one_engine():
