@@ -11,6 +11,7 @@ LEFT_OUT = {
     "containment.py", "vllm_compat/hooks/scheduler_lock.py:SchedulerLock.held.<locals>.holding",
     "vllm_compat/hooks/idle_hook.py:EngineThread._install.<locals>.notify",
     "vllm_compat/hooks/block_pool.py:BlockPool.around_reset.<locals>.reset_prefix_cache",
+    "vllm_compat/hooks/local_hits.py:limit.<locals>.get_computed_blocks_for_connector",
     # These do nothing, or read one of their fields.
     "vllm_compat/stats.py:KVTierStats.is_empty",
     *(f"connector.py:KVTierConnector.{name}" for name in ("wait_for_layer_load", "save_kv_layer", "wait_for_save")),

@@ -131,6 +131,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.longest_local_hit(request)
 
     @property
+    @contained(otherwise=bool)
     def supports_divergent_local_hybrid_hits(self) -> bool:
         """Whether vLLM may look for attention's own hits: see ``vllm_compat.hooks.local_hits``."""
         return self._limits_hits
