@@ -64,8 +64,8 @@ THREAD_CALLS_A_STORED_BLOCK = 3.2  # of ``kvtier-scheduler``, which reserves and
 # All blocks of such requests, which are stored together: the model runner issues their copies and polls them.
 LOT = {
     ("runner", "get_transfer_results"): 200,
-    ("kvtier-worker-0", ""): 80,
-    ("kvtier-worker-0", "wakes"): 8,
+    ("kvtier-worker-0", ""): 240,  # 80 if the store answers at once: busy, it answers in up to three messages
+    ("kvtier-worker-0", "wakes"): 24,
 }
 RUNNER_POLLS = 150  # get_transfer_results, in a step in which it polls copies
 # Thread -> requests -> calls while each request fills two blocks. Half is slack: how often copies are polled, and how
