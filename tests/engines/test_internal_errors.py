@@ -30,7 +30,7 @@ from vllm_kvtier.store.protocol import PAGE
 BLOCK = 32
 NUM_BLOCKS = 48
 FLOOR = 400  # functions
-MOST_PARTS = 6  # of the load, for a function that was not called again in the first of them
+MOST_PARTS = 3  # of the load, for a function that was not called again in the first of them
 QUICK = 4  # one in so many is made to raise in each run; all with -m slow
 
 

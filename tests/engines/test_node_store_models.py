@@ -289,6 +289,7 @@ async def test_flipped_bits_are_detected_and_recomputed(kinds, pair: Pair):
     assert reply.pulled == 0 and off(reply, cold, pair.kind.tolerance) < pair.kind.tolerance, reply.report
     if not await lost(kinds, pair):
         assert await kinds.kvtier(pair.engine, "integrity_failures") > before
+        assert "blocks have a wrong checksum; the store discards them" in pair.engine.log_path.read_text()
     await asyncio.to_thread(kinds.node.store.clear)
 
 

@@ -81,7 +81,7 @@ def test_remote_worker_decodes_encoded_blocks(name):
     assert not torch.equal(world.bytes[:, 1:12], world.truth_bytes[:, 1:12]), "something was lost"
 
 
-def test_remote_worker_flipped_bit_is_reported_by_block():
+def test_remote_worker_flipped_bit_is_reported_by_block(caplog):
     world = World()
     order = world.order("r", groups=((0, (1, 2, 3)), (1, (4, 5))))
     slot = int(order.groups[0].slots[1])
@@ -90,6 +90,7 @@ def test_remote_worker_flipped_bit_is_reported_by_block():
     world.until("r")
     result = world.results["r"]
     assert result.checksum_mismatch and result.corrupt == [(0, slot)] and "wrong checksum" in result.reason
+    assert "1 blocks have a wrong checksum" in caplog.text
     assert 2 in result.bad_blocks and 1 not in result.bad_blocks
     assert all(world.right(1, (4, 5))) and world.right(0, (1,)) == [True]
     assert not world.told[1:], "the store is asked again, for what is right"

@@ -351,6 +351,8 @@ class RemoteStoreWorker(StoreLoadWorker):
 
     def _report(self, results: list[LoadResult]) -> None:
         for result in results:
+            if result.corrupt:
+                logger.warning("kvtier: remote store: %d blocks have a wrong checksum", len(result.corrupt))
             self._finish(result)
         if results:
             self._load_ended.set()

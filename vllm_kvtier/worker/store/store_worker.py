@@ -338,6 +338,9 @@ class StoreWorker(StoreLoadWorker):
 
     def _report(self, ended: EndedCopy) -> None:
         for result in ended.loads:
+            if result.corrupt:
+                count = len(result.corrupt)
+                logger.warning("kvtier: store worker: %d blocks have a wrong checksum; the store discards them", count)
             self._finish(result)
             self._sync_loads.discard((result.request_id, result.load_id))
         if ended.stored or ended.cut:
