@@ -119,7 +119,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         pool = BlockPool(gpu_block_pool, self._info.group_ids)
         self._scheduler = KVTierConnectorScheduler(self._info, self._options, self._link, pool, self, self.containment)
 
-    @contained()
+    @contained(passes=(KVTierError,))
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
         if self._info.brings_states and features.granted(features.Feature.LOCAL_HITS):

@@ -165,3 +165,24 @@ def test_store_without_candidates_is_not_queried(policy):
     for request in (alone, beside):
         world.matcher.finished(request)
     world.balanced()
+
+
+@pytest.mark.parametrize("local", [0, 24])
+def test_store_is_asked_from_the_common_hit_after_a_failed_handoff(local):
+    """While a hand-off may bring the states vLLM has attention's own hit, and without it only what all groups have."""
+    world = World(GROUPS["states"])
+    handoff = {"do_remote_prefill": True, "remote_host": "a", "remote_port": 1, "remote_request_id": "e"}
+    request = make_request("r", list(range(40)), HASH_BLOCK_SIZE, handoff)
+    world.store(request, 24)
+
+    def match():
+        longest = world.matcher.longest_local_hit(request)
+        return world.matcher.match(request, local if local <= longest else 0)
+
+    assert match() == (None, False)
+    world.peers.answer(world.peers.open[0], LookupMiss("unreachable", "the prefill engine has died"))
+    while (found := match()) == (None, False):
+        for lookup in list(world.client.open):
+            assert lookup.asked.start == 0
+            world.answer(lookup)
+    assert found == (24, True)

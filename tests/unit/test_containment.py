@@ -13,8 +13,10 @@ from test_sync_load_tracker import fetch, order, result
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from worker_halves import contain_with
 
+from vllm_kvtier import connector as connector_module
 from vllm_kvtier.connector import KVTierConnector
 from vllm_kvtier.containment import MAX_ERRORS, WINDOW, Containment, Unsafe, contained
+from vllm_kvtier.errors import ConfigError
 from vllm_kvtier.jobs.transfer_jobs import FailedJob, GroupLoad, PullJob, StepWork
 from vllm_kvtier.scheduler.connector_scheduler import KVTierConnectorScheduler
 from vllm_kvtier.scheduler.integrity.sync_load import SyncLoad
@@ -484,3 +486,19 @@ def test_worker_repeated_submit_starts_jobs_once(rank):
 def test_uncontained_test_helper_raises_errors():
     with pytest.raises(RuntimeError):
         Uncontained().attempt("here", fail)
+
+
+@pytest.mark.parametrize("binds", ["bind_gpu_block_pool", "bind_kv_cache_manager"])
+def test_error_for_the_user_ends_the_start_whichever_method_vllm_calls(contain, monkeypatch, binds):
+    """As for a port that is in use. From 0.32 vLLM binds the KV cache manager, and that binds the block pool."""
+
+    def cannot_start(*_):
+        raise ConfigError("endpoint_port 1 is in use")
+
+    monkeypatch.setattr(connector_module, "BlockPool", lambda *_: None)
+    monkeypatch.setattr(connector_module, "KVTierConnectorScheduler", cannot_start)
+    made = KVTierConnector.__new__(KVTierConnector)
+    made.containment, made._scheduler, made._options, made._link = contain, None, None, ""
+    made._info = SimpleNamespace(brings_states=False, group_ids=None)
+    with pytest.raises(ConfigError, match="in use"):
+        getattr(made, binds)(SimpleNamespace(block_pool=None))

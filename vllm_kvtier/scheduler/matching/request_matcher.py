@@ -110,8 +110,10 @@ class RequestMatcher:
     def longest_local_hit(self, request: Any) -> int:
         """The most tokens of attention's KV alone behind which a source that brings this prompt's states is still made
         use of; 0 without such a source, or when it was tried."""
-        t = self.track(request)
-        if t.life.state not in (State.NEW, State.LOOKUP, State.HIT) or not self._source_selector.awaits_states(t):
+        state = self.track(request)
+        may_load = state.life.state in (State.NEW, State.LOOKUP, State.HIT)
+        state.takes_attention_hit = may_load and self._source_selector.awaits_states(state)
+        if not state.takes_attention_hit:
             return 0
         return self._geometry.lookup_tokens(request.num_tokens) - max(1, self._config.pull_threshold)
 
@@ -136,8 +138,11 @@ class RequestMatcher:
                 case State.LOOKUP:
                     if state.waits_since:
                         self._source_selector.wait_briefly(state, len(self._tracked) == 1)
+                    awaited = state.takes_attention_hit and self._source_selector.awaits_states(state)
                     if not self._source_selector.answered(state):
                         return None, False
+                    if awaited and state.life.state is State.NEW and not self._source_selector.awaits_states(state):
+                        return None, False  # vLLM asks again, from where it has the states itself
                 case State.HIT:
                     if state.taken_hit.source.cost_key and self._waits_for_load(state, computed):
                         return None, False

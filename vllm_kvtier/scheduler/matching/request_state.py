@@ -40,6 +40,7 @@ class RequestState:
     hit_at: float = 0.0
     allocated_at: float = 0.0  # when vLLM gave it blocks to load into
     num_computed_tokens: int = 0
+    takes_attention_hit: bool = False  # that may include tokens behind which only a hand-off has the states
     asked_at: float = 0.0  # when a candidate was last asked
     miss_reason: str = ""  # why the last candidate that was asked, or could have been, brought nothing
     counted: bool = False  # the sources of its prompt's KV were counted
