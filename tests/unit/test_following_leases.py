@@ -258,8 +258,8 @@ def test_checksums_that_come_while_a_stretch_is_leased_are_granted_next(make):
     eventually(lambda: late)
     running.compute(2 * HASH_BLOCK_SIZE)
     running._stretch(*late[0])
-    eventually(lambda: len(late) == 2)
-    assert late[1][0].start == 2 * HASH_BLOCK_SIZE and len(pending.grants) == 1
+    eventually(lambda: len(late) == 2 and len(pending.grants) == 1)
+    assert late[1][0].start == 2 * HASH_BLOCK_SIZE
 
 
 def test_heartbeats_come_before_a_followed_prefill_is_given_up(make):

@@ -140,7 +140,7 @@ def test_chart_with_mooncake_has_a_master_that_the_stores_name():
     found = render(*SETS["mooncake"])
     options, deployment = store_options(found), found["Deployment", "mooncake-master"]["spec"]
     assert (options["mooncake-master"], options["mooncake-host"]) == ("mooncake-master:50051", "$(POD_IP)")
-    assert (options["mooncake-segment"], "mooncake-trusted-network" in options) == ("100GiB", True)
+    assert (options["mooncake-segment"], "mooncake-trusted-network" in options) == ("4GiB", True)
     assert found["Service", "mooncake-master"]["spec"]["ports"] == [{"name": "rpc", "port": 50051}]
     assert (deployment["replicas"], deployment["strategy"]) == (1, {"type": "Recreate"}), "never two without etcd"
     assert "--rpc_address=$(POD_IP)" in master_words(found) and "--enable_ha=true" not in master_words(found)

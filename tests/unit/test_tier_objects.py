@@ -86,6 +86,15 @@ def test_object_tier_find_refuses_impossible_answers(tier):
         tier.tier_process.start()
 
 
+def test_object_tier_offers_a_block_again_after_a_while(tier):
+    """A bucket's lifecycle rule may have deleted it, which nobody says."""
+    told = moved(tier, "write", block(1))
+    tier.tier_process.answer(m.Moved, [True])
+    assert told == [[True]] and has(tier, 1)
+    tier.clock.now += objects.KNOWN_SECONDS + 1
+    assert not has(tier, 1) and tier.keeps(NAMESPACE_ID, 0, hash_of(1)), "KV events say so for longer"
+
+
 def test_object_tier_failing_store_makes_it_unavailable_with_cause(tier):
     told = found(tier)
     tier.tier_process.answer(m.Located, 0, 4, error="no such bucket")

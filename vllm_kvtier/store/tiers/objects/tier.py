@@ -12,6 +12,9 @@ from vllm_kvtier.store.tiers.process.tier_process import TierContext
 SECONDS = {"timeout": 5.0, "look_seconds": 4.0, "read_seconds": 20.0}  # options of the tier process
 SLACK_SECONDS = 30.0  # seconds in which the tier process must answer after its own deadlines
 REFUSED_SECONDS = 60.0, 960.0  # first and longest pause after refused writes
+# A bucket's lifecycle rule, or another node in a shared directory, deletes objects without a word. So a block is
+# offered again after a while, which costs a HEAD if it is still there.
+KNOWN_SECONDS, KEPT_SECONDS = 600.0, 6 * 3600.0
 
 
 class ObjectTier(ContentTier):
@@ -24,7 +27,8 @@ class ObjectTier(ContentTier):
         check_endpoint(str(options["endpoint"]))
         options = {**SECONDS, **options}
         move = float(options["read_seconds"]) + SLACK_SECONDS
-        limits = Limits(float(options["look_seconds"]) + SLACK_SECONDS, move, move, REFUSED_SECONDS, 4.0)
+        look = float(options["look_seconds"]) + SLACK_SECONDS
+        limits = Limits(look, move, move, REFUSED_SECONDS, 4.0, known=KNOWN_SECONDS, kept=KEPT_SECONDS)
         super().__init__(context, options, limits)
         if location.scheme == "file":
             self._counts.capacity_bytes = int(options["size"])
