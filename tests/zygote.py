@@ -61,9 +61,13 @@ LATE = {
     "VLLM_SERVER_DEV_MODE",
     "XDG_RUNTIME_DIR",
 }
-# Variables that torch, vLLM and cv2 set when they are imported: a test's process that has imported them has them too.
+# Variables that torch, vLLM, cv2 and our client of Mooncake set when they are imported: a test's process that has
+# imported them has them too.
 SET_BY_IMPORTS = {
     "LD_LIBRARY_PATH",
+    "MC_LOG_LEVEL",
+    "MC_RPC_CONNECT_TIMEOUT_MS",
+    "MC_RPC_TIMEOUT_MS",
     "PYTORCH_NVML_BASED_CUDA_CHECK",
     "TILELANG_CLEANUP_TEMP_FILES",
     "TORCHINDUCTOR_CACHE_DIR",

@@ -141,7 +141,7 @@ class RequestMatcher:
                     awaited = state.takes_attention_hit and self._source_selector.awaits_states(state)
                     if not self._source_selector.answered(state):
                         return None, False
-                    if awaited and state.life.state is State.NEW and not self._source_selector.awaits_states(state):
+                    if awaited and not self._source_selector.awaits_states(state):
                         return None, False  # vLLM asks again, from where it has the states itself
                 case State.HIT:
                     if state.taken_hit.source.cost_key and self._waits_for_load(state, computed):
