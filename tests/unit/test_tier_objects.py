@@ -87,7 +87,7 @@ def test_object_tier_find_refuses_impossible_answers(tier):
 
 
 def test_object_tier_offers_a_block_again_after_a_while(tier):
-    """A bucket's lifecycle rule may have deleted it, which nobody says."""
+    """A bucket's lifecycle rule may have deleted it, and the bucket does not say so."""
     told = moved(tier, "write", block(1))
     tier.tier_process.answer(m.Moved, [True])
     assert told == [[True]] and has(tier, 1)

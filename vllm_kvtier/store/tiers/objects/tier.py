@@ -12,7 +12,7 @@ from vllm_kvtier.store.tiers.process.tier_process import TierContext
 SECONDS = {"timeout": 5.0, "look_seconds": 4.0, "read_seconds": 20.0}  # options of the tier process
 SLACK_SECONDS = 30.0  # seconds in which the tier process must answer after its own deadlines
 REFUSED_SECONDS = 60.0, 960.0  # first and longest pause after refused writes
-# A bucket's lifecycle rule, or another node in a shared directory, deletes objects without a word. So a block is
+# A bucket's lifecycle rule, or another node in a shared directory, deletes objects without notice. So a block is
 # offered again after a while, which costs a HEAD if it is still there.
 KNOWN_SECONDS, KEPT_SECONDS = 600.0, 6 * 3600.0
 
