@@ -41,7 +41,7 @@ class PromptTokens:
 
 class BlockIndex:
     """``capacity``: blocks. When it is full, a new block takes the place of the one that has been in neither GPU nor
-    host memory for longest: tiers behind these may keep blocks for ever. If there is none, the new block is not entered.
+    host memory for longest: tiers behind these may keep blocks for ever. If there is none, the new one is not entered.
     ``shared``: what all engines say of tiers that nodes share. ``dropped``: blocks that were left out, or made room."""
 
     def __init__(self, capacity: int, shared: SharedBlocks | None = None):
