@@ -384,8 +384,9 @@ def tuned(device: str, changes: dict[str, dict], home: Path) -> dict[str, str]:
     tuning = msgspec.structs.replace(tunings.MEASURED.get(device, tunings.DEFAULT), device=device)
     for direction, values in changes.items():
         tuning = tunings.changed(tuning, direction, **values)
+    usual = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm"
     tunings.save(tuning, home)
-    return {"XDG_CACHE_HOME": str(home)}
+    return {"XDG_CACHE_HOME": str(home), "VLLM_CACHE_ROOT": os.environ.get("VLLM_CACHE_ROOT") or str(usual)}
 
 
 def facts(args: argparse.Namespace, peers: list[Peer]) -> dict:

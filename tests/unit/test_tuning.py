@@ -78,8 +78,9 @@ def test_tuning_impossible_choice_raises(choice):
 
 @pytest.mark.parametrize("known", [tuning.DEFAULT, *tuning.MEASURED.values()], ids=lambda t: t.device)
 def test_tuning_built_in_choices_are_valid(known):
-    """They can be kept and read back, and take at most 16 programs."""
+    """They can be kept and read back; kernels that last as long as the link takes have few programs."""
     tuning.save(known)
     assert tuning.for_device(known.device) == known
-    assert all(r.choice.programs <= 16 for r in (*known.store, *known.load))
+    assert all(r.choice.way != "direct" for r in (*known.store, *known.load))
+    assert all(r.choice.direct_programs <= 8 for r in (*known.store, *known.load))
     assert msgspec.json.decode(msgspec.json.encode(known), type=Tuning) == known

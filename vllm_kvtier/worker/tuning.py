@@ -108,15 +108,22 @@ DEFAULT = fixed(Choice(), Choice(), "default")
 # 0.99 at any size with 16 programs (0.90 with 8: the check needs them); out of it, from 1 MiB on with 8. Pieces of 64
 # MiB cost the host half of what 32 MiB cost. Scattered parts of less than 1 MiB lose some 0.6 us each on the way out:
 # 0.88 at 288 KiB, and 0.95 if a kernel copies half of the blocks. More DMA streams gain nothing.
-_SMALL_STORES = Choice("mixed", programs=16, direct_share=0.6, direct_programs=8)
-_HOPPER = Tuning("Hopper", (Rule(1 << 20, _SMALL_STORES), Rule(None, Choice())), (Rule(None, Choice(programs=16)),))
+STORE_PROGRAMS, LOAD_PROGRAMS, DIRECT_PROGRAMS = 8, 16, 8
+_SMALL_STORES = Choice(
+    "mixed", programs=STORE_PROGRAMS + DIRECT_PROGRAMS, direct_share=0.6, direct_programs=DIRECT_PROGRAMS
+)
+_HOPPER = Tuning(
+    "Hopper",
+    (Rule(1 << 20, _SMALL_STORES), Rule(None, Choice(programs=STORE_PROGRAMS))),
+    (Rule(None, Choice(programs=LOAD_PROGRAMS)),),
+)
 # By torch's name of the device.
 MEASURED: dict[str, Tuning] = {
     name: msgspec.structs.replace(_HOPPER, device=name)
     for name in ("NVIDIA H200", "NVIDIA H200 NVL", "NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA H100 NVL")
 }
-# Of the copies' streams. Before the model's kernels (0): behind the kernels of a prefill, each of which fills the GPU
-# for milliseconds, copies reached 3.4 GB/s on an H200.
+# Of the copies' streams. Before the model's kernels (0): behind a prefill, whose kernels each fill the GPU for
+# milliseconds, copies reached 3.4 GB/s on an H200.
 STORE_PRIORITY, LOAD_PRIORITY = -1, -2
 
 
