@@ -21,11 +21,6 @@ from vllm_kvtier.wire.messages import Explanation
 _BAR_CHARS, _MIN_BAR_CHARS = 40, 8  # characters of a bar; a shorter one is not drawn
 _OTHER_CHARS = 40  # characters
 _MAX_SPANS = 12  # shown of one engine
-# {old: new}, for one release.
-_OLD_KEYS = {
-    "lent_by": "peers", "known_seconds": "history_seconds", "stretches": "spans", "weighed": "load_decisions",
-    "place": "tier", "fate": "removal_reason",
-}  # fmt: skip
 _TIERS = {"nodes": "other nodes", "object": "the object store", "mooncake": "the Mooncake cluster"}
 
 Endpoints = Annotated[
@@ -59,7 +54,7 @@ def inspect(
         tokens = inputs.tokenize(server, text)
         engines = [(address, look_up(address, tokens, cache_salt, adapter, key)) for address in endpoint]
     if as_json:
-        answers = [inputs.with_old_keys(as_object(address, found), _OLD_KEYS) for address, found in engines]
+        answers = [as_object(address, found) for address, found in engines]
         print(json.dumps({"prompt_tokens": len(tokens), "engines": answers}))
     else:
         console = Console(highlight=False)

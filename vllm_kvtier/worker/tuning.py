@@ -23,7 +23,7 @@ Way = Literal["direct", "staged", "mixed"]
 PAUSE_BYTES = 8 << 20
 
 
-class Choice(msgspec.Struct, frozen=True, rename={"pause_bytes": "turn_bytes"}):  # the files' name for it
+class Choice(msgspec.Struct, frozen=True):
     """How blocks of some size are copied in one direction.
 
     direct   a kernel reads or writes the slots over the link: no gap between blocks, but in packets of 128 bytes,
@@ -64,11 +64,7 @@ ENCODED = Choice(programs=16, piece_bytes=32 << 20, ring=3)
 ENCODED_LOAD = msgspec.structs.replace(ENCODED, programs=24)
 
 
-# The files' names.
-_FILE_NAMES = {"encoded_store": "coded_store", "encoded_load": "coded_load"}
-
-
-class Tuning(msgspec.Struct, frozen=True, rename=_FILE_NAMES):
+class Tuning(msgspec.Struct, frozen=True):
     """Rules for the two directions, smallest sizes first; the last rule of each has ``below`` None. For encoded parts
     ``part_bytes`` is the encoded size; they are always staged."""
 
