@@ -29,7 +29,7 @@ logger = get_logger(__name__)
 # node store to end; both take milliseconds. A store that hangs is given up after ``lookup_timeout``.
 RESET_WAIT_SECONDS = 1.0
 # Between two reports of what was counted: vLLM sends each to another process, and metrics are not scraped more often.
-REPORT_SECONDS = 0.25
+REPORT_SECONDS = 1.0
 IDLE_EVENT_BATCHES = 4  # batches of KV events that an idle engine publishes in one go
 
 
@@ -138,7 +138,9 @@ class KVTierConnectorScheduler(SchedulerParts):
         In most steps of a busy engine nothing happens for us, and each call of a part costs the step time.
         """
         attempt, synchronous = self._contain.attempt, self._sync_load.verification_pending
-        if self._questions.waiting or self.has_pending_frees():
+        offloader = self._offloader
+        frees = self._exports.has_freed() or (offloader is not None and offloader.jobs.returned)
+        if frees or self._questions.waiting:
             attempt("jobs", self._run_jobs)
         if synchronous:
             # Contained twice: if the step preempted the request, a failed verification cannot drop its output later.
@@ -210,7 +212,7 @@ class KVTierConnectorScheduler(SchedulerParts):
             raise
 
     def end_step(self) -> bool:
-        """A step's output was read. Returns whether vLLM gets what was counted: a few times a second, and when the last
+        """A step's output was read. Returns whether vLLM gets what was counted: once a second, and when the last
         request has ended."""
         # Not while a step is scheduled, which the request may be in already.
         if self._sync_load.verification_pending and (overdue := self._sync_load.overdue()):

@@ -173,8 +173,11 @@ class BlockTables:
     def _extend(self, cached: Any, state: Callable[[str], RequestState | None]) -> None:
         """New blocks of requests that go on, or that were preempted and begin again."""
         handed_out: list[int] = []
-        for i, (request_id, blocks) in enumerate(zip(cached.req_ids, cached.new_block_ids, strict=False)):
-            if request_id in cached.resumed_req_ids:
+        names, new, resumed = cached.req_ids, cached.new_block_ids, cached.resumed_req_ids
+        # Of hundreds of requests that generate, few get a block in a step.
+        for i in [i for i, blocks in enumerate(new) if blocks or resumed]:
+            request_id, blocks = names[i], new[i]
+            if request_id in resumed:
                 self._admit(request_id, blocks or (), cached.num_computed_tokens[i], state(request_id))
             elif blocks:
                 table = self._tables.get(request_id)

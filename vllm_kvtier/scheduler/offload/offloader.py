@@ -362,10 +362,12 @@ class Offloader:
             self._pool.free(ids)
             returned.popleft()
             self.pinned -= len(ids)
+            held = self._held
             for i in ids:
-                self._held[i] -= 1
-                if not self._held[i]:
-                    del self._held[i]
+                if left := held[i] - 1:
+                    held[i] = left
+                else:
+                    held.pop(i)  # ``del`` is Python code of Counter
             if why == STORED_ALREADY:
                 self._counters.count("stores_skipped", why, len(items))
             elif why != STORED:
