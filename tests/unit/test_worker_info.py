@@ -20,7 +20,7 @@ MODELS = {
         {"num_attention_heads": 64, "block_configs": [{"attention": {"n_heads_in_group": n}} for n in (32, 8, None)]},
         [2, 8],
     ),
-    "alike": (2, {"num_key_value_heads": 2, "kv_lora_rank": 512, "use_kv_heads": True}, [2]),
+    "alike": (2, {"num_key_value_heads": 2, "kv_lora_rank": 512, "use_kv_heads": True, "id2label": {0: "a"}}, [2]),
 }
 
 

@@ -52,7 +52,7 @@ def _named_kv_heads(config: object, query_heads: int | None) -> Iterator[int]:
             yield from _named_kv_heads(value, query_heads)
         if name == "n_heads_in_group" and value and query_heads:  # Nemotron-NAS: query heads of a KV head
             yield query_heads // value
-        elif _KV_HEADS.search(name) and not _NOT_NUMBERS.fullmatch(name):
+        elif _KV_HEADS.search(str(name)) and not _NOT_NUMBERS.fullmatch(str(name)):
             for count in value if isinstance(value, list | tuple) else [value]:
                 if type(count) is int and count > 0:
                     yield count
