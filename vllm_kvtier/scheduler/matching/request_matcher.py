@@ -174,8 +174,12 @@ class RequestMatcher:
         """While a request waits for free blocks, vLLM's cache may evict its prefix: ask the store again, from there.
 
         A hit that begins after ``computed`` is of no use, and an earlier miss is out of date. A peer's blocks are not
-        held for longer than ``max_hold_seconds``.
+        held for longer than ``max_hold_seconds``. Of other sources the one that was asked is asked again, once.
         """
+        pending = state.pending
+        if pending is not None and pending.start > computed and not (pending.source.cost_key or state.asked_again):
+            if state.life.state in (State.LOOKUP, State.HIT):
+                self._source_selector.ask_again(state)
         if state.life.state is not State.HIT and state.life.state is not State.LOCAL:
             return
         candidates = self._source_selector.candidates_after_loss()

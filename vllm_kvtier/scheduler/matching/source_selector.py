@@ -54,6 +54,13 @@ class SourceSelector:
 
     # -- lookup ------------------------------------------------------------------------------------------------------
 
+    def ask_again(self, state: RequestState) -> None:
+        """Have the candidate that was asked last asked next, from where vLLM's prefix cache ends now."""
+        assert state.candidate is not None and state.candidates is not None, "it was asked"
+        self.advance(state, Event.ASK_AGAIN)
+        state.candidates.appendleft(state.candidate)
+        state.asked_again = True
+
     def ask_next(self, state: RequestState, computed: int, alone: bool) -> bool:
         """Ask the next candidate that is worth it; False if none is left. ``alone``: no other request is here."""
         request = state.request
@@ -175,6 +182,9 @@ class SourceSelector:
             source.cancel(state.pending)
             state.pending = None
             source.release_export(state)
+        elif action is Action.CANCEL_TO_ASK and state.pending is not None:
+            state.pending.source.cancel(state.pending)
+            state.pending = state.hit = state.plan = None
         elif action is Action.RELEASE and state.hit is not None:
             state.hit.source.release_hit(state)
         elif action is Action.CANCEL_LOAD:

@@ -18,6 +18,9 @@ class PrefillHandoffSource(PeerLeaseSource):
     granted. The lookup stays under way, so that a lease covers the read soon after it began and can be released at its
     end. The checksums decide whether what was read is right.
 
+    The lease is asked from token 0 on, whatever vLLM has: its prefix cache may evict that while the request waits for
+    blocks. Only what is lacking then is read.
+
     The prefill engine keeps the export until it is consumed, released (``release_export``) or its time limit passes.
     """
 
@@ -40,7 +43,7 @@ class PrefillHandoffSource(PeerLeaseSource):
             return {"block_hashes": others[-1:], "digest": self._digest(state, others, tokens, hash_block_size)}
 
         return self._ask(
-            state, candidate.address, need.start, hashes[-1:], export=state.hints.handoff.export,
+            state, candidate.address, 0, hashes[-1:], export=state.hints.handoff.export,
             digest=self._digest(state, hashes, tokens, hash_block_size), rehash=rehash, **self._reply_address(),
         )  # fmt: skip
 
