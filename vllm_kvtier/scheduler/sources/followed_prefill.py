@@ -126,6 +126,7 @@ class FollowedPrefillSource(PrefillHandoffSource):
         answer = pending.answer
         if not isinstance(answer.outcome, LeasedBlocks) or answer.complete or answer.ended is not None:
             return True  # no answer yet, a miss, or nothing more to come
+        assert pending.state is not None
         if answer.grants[-1].tokens <= pending.state.num_computed_tokens:
             return False  # vLLM has all of it
         pool, config = self._engine.pool, self._config
