@@ -16,7 +16,7 @@ from support import WITHOUT_SHRINKING, make_request
 from vllm.v1.request import RequestStatus
 
 from vllm_kvtier.config import KVTierConfig
-from vllm_kvtier.jobs.transfer_jobs import PeerFetchJob, PullJob
+from vllm_kvtier.jobs.transfer_jobs import PeerFetchJob, PullJob, remember_peer
 from vllm_kvtier.scheduler.integrity.checksum_index import ChecksumIndex
 from vllm_kvtier.scheduler.leases.lease_client import LeasedBlocks
 from vllm_kvtier.scheduler.matching import request_matcher
@@ -434,6 +434,29 @@ def test_matcher_request_scheduled_before_answer_cancels_lookup():
     assert pending.cancelled
     peers.answer(pending, peers.offer(pending, 40))
     assert not peers.held and made.match(request, 0) == (0, False)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_matcher_names_engines_that_workers_have_forgotten_again(seed, monkeypatch):
+    """Of engines that are restarted again and again, neither side remembers more than so many."""
+    monkeypatch.setattr("vllm_kvtier.jobs.transfer_jobs.MAX_PEERS_REMEMBERED", 8)
+    monkeypatch.setattr("vllm_kvtier.scheduler.matching.request_matcher.MAX_PEERS_REMEMBERED", 8)
+    rng, (made, peers), known, named = random.Random(seed), matcher(), {}, 0
+    for i in range(200):
+        request = make_request(f"r{i}", [i * 10 + j for j in range(40)], HASH_BLOCK_SIZE, HANDOFF)
+        made.match(request, 0)
+        peers.introduced = [f"p/{rng.randint(i // 20, i // 20 + 5)}"] * 2
+        peers.answer(peers.open[0], peers.offer(peers.open[0], 40))
+        made.match(request, 0)
+        made.allocated(request, (list(range(1, 11)),), 40)
+        [job], new = made.take_jobs()
+        for instance, ranks in new.items():
+            remember_peer(known, instance, ranks)
+        assert job.instance in known and len(known) <= 8 and len(made._known_peers) <= 8
+        named += len(new)
+        made.on_load_ended(request.request_id, False)
+        made.finished(request)
+    assert named < 60
 
 
 @given(st.data())

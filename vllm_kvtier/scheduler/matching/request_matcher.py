@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, cast
 
-from vllm_kvtier.jobs.transfer_jobs import FailedJob
+from vllm_kvtier.jobs.transfer_jobs import MAX_PEERS_REMEMBERED, FailedJob
 from vllm_kvtier.scheduler.context import LoadContext
 from vllm_kvtier.scheduler.integrity.sync_load import SyncJob
 from vllm_kvtier.scheduler.matching.request_lifecycle import Event, RequestLifecycle, State
@@ -261,6 +261,8 @@ class RequestMatcher:
         for group in job.groups:
             self._checksum_index.forget(group.blocks.tolist())
         if hit.ranks is not None and hit.instance not in self._known_peers:
+            if len(self._known_peers) >= MAX_PEERS_REMEMBERED:
+                self._known_peers.clear()  # each of them may be one that the workers forget
             self._known_peers.add(hit.instance)
             self._new_peers[hit.instance] = hit.ranks
         return job
@@ -326,7 +328,7 @@ class RequestMatcher:
                 self._jobs.append(job)
 
     def take_jobs(self) -> tuple[list[Job | FailedJob], dict[str, list[RankInfo]]]:
-        """Jobs for the workers to start in this step, and the ranks of peers that they name for the first time."""
+        """Jobs for the workers to start in this step, and the ranks of peers as in ``StepWork.new_peers``."""
         taken, self._jobs = self._jobs, []
         new_peers, self._new_peers = self._new_peers, {}
         return taken, new_peers
