@@ -112,10 +112,9 @@ class RequestMatcher:
         use of; 0 without such a source, or when it was tried."""
         state = self.track(request)
         may_load = state.life.state in (State.NEW, State.LOOKUP, State.HIT)
-        state.takes_attention_hit = may_load and self._source_selector.awaits_states(state)
-        if not state.takes_attention_hit:
-            return 0
-        return self._geometry.lookup_tokens(request.num_tokens) - max(1, self._config.pull_threshold)
+        end = self._source_selector.awaited_states(state) if may_load else 0
+        state.takes_attention_hit = end > 0
+        return max(0, end - max(1, self._config.pull_threshold))
 
     def _match(self, request: Any, computed: int) -> tuple[int | None, bool]:
         state = self.track(request)
@@ -138,10 +137,10 @@ class RequestMatcher:
                 case State.LOOKUP:
                     if state.waits_since:
                         self._source_selector.wait_briefly(state, len(self._tracked) == 1)
-                    awaited = state.takes_attention_hit and self._source_selector.awaits_states(state)
+                    awaited = state.takes_attention_hit and self._source_selector.awaited_states(state)
                     if not self._source_selector.answered(state):
                         return None, False
-                    if awaited and not self._source_selector.awaits_states(state):
+                    if awaited and not self._source_selector.awaited_states(state):
                         return None, False  # vLLM asks again, from where it has the states itself
                 case State.HIT:
                     if state.taken_hit.source.cost_key and self._waits_for_load(state, computed):

@@ -42,12 +42,13 @@ class SourceSelector:
         """Whether no source is of use to this request."""
         return not self._resumes or state.request.skip_reading_prefix_cache
 
-    def awaits_states(self, t: RequestState) -> bool:
-        """Whether a source with the states behind the whole prompt is still to be asked, or was asked last."""
-        if t.candidates is None:
-            return any(source.has_last_state and any(source.candidates(t)) for source in self.sources)
-        asked = [t.candidate] if t.candidate is not None and t.life.state is not State.NEW else []
-        return any(each.source.has_last_state for each in (*asked, *t.candidates))
+    def awaited_states(self, t: RequestState) -> int:
+        """Tokens behind which a source that is still to be asked, or was asked last, has the states; 0 without one."""
+        sources = self.sources
+        if t.candidates is not None:
+            asked = [t.candidate] if t.candidate is not None and t.life.state is not State.NEW else []
+            sources = [each.source for each in (*asked, *t.candidates)]
+        return max((source.last_state(t) for source in sources), default=0)
 
     def candidates_after_loss(self) -> deque[Candidate]:
         return deque(candidate for source in self.sources for candidate in source.candidates_after_loss())

@@ -86,7 +86,6 @@ class FollowedPrefillSource(PrefillHandoffSource):
     """For requests whose params say ``follow``. The export's name is the router's."""
 
     loads_in_parts = True
-    has_last_state = False  # the lookup lasts for a whole prefill, and attention's hit may be gone by then
 
     def __init__(self, context: LoadContext):
         super().__init__(context)
@@ -100,9 +99,12 @@ class FollowedPrefillSource(PrefillHandoffSource):
 
     # -- lookup ------------------------------------------------------------------------------------------------------
 
-    def candidates(self, state: RequestState) -> Iterable[Candidate]:
+    def candidates(self, state: RequestState) -> list[Candidate]:
         handoff = state.hints.handoff
         return [Candidate(self, handoff.address)] if handoff is not None and handoff.follow else []
+
+    def last_state(self, state: RequestState) -> int:
+        return 0  # the lookup lasts for a whole prefill, and attention's hit may be gone by then
 
     def lookup(self, state: RequestState, candidate: Candidate, need: Need) -> PendingLookup | None:
         if self._too_little(state, need):

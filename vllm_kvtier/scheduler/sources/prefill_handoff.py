@@ -1,6 +1,5 @@
 """The prefill of a prefill engine that its router named for the request."""
 
-from collections.abc import Iterable
 from typing import Any
 
 from vllm_kvtier.codecs import Codec
@@ -25,11 +24,13 @@ class PrefillHandoffSource(PeerLeaseSource):
     """
 
     name = "handoff"
-    has_last_state = True
 
-    def candidates(self, state: RequestState) -> Iterable[Candidate]:
+    def candidates(self, state: RequestState) -> list[Candidate]:
         handoff = state.hints.handoff
         return [Candidate(self, handoff.address)] if handoff is not None and not handoff.follow else []
+
+    def last_state(self, state: RequestState) -> int:
+        return self._exported_tokens(state) if self.candidates(state) else 0
 
     def lookup(self, state: RequestState, candidate: Candidate, need: Need) -> PendingLookup | None:
         if self._too_little(state, need):
