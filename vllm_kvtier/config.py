@@ -20,7 +20,7 @@ from msgspec import Meta
 
 from vllm_kvtier.errors import ConfigError
 from vllm_kvtier.logs import get_logger
-from vllm_kvtier.renamed import warn as warn_renamed
+from vllm_kvtier.renamed import with_new_names
 from vllm_kvtier.store.options import help_of
 
 # A child of the logger "vllm", the only one that vLLM gives handlers.
@@ -109,8 +109,9 @@ class KVTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Literal["auto", "mapped", "nixl"],
         _doc(
             "How blocks of a prefill or decode engine of this node are pulled. auto: by NIXL if both engines have the "
-            "same shape, otherwise copied from its mapped memory, which peer_fetch must permit on both. mapped: always "
-            "copied, if its memory can be mapped. nixl: always by NIXL. See `engine-shapes.md`."
+            "same shape and, on GPUs, the blocks are not scattered; otherwise copied from its mapped memory, which "
+            "peer_fetch must permit on both. mapped: always copied, if its memory can be mapped. nixl: always by NIXL. "
+            "See `engine-shapes.md`."
         ),
     ] = "auto"
     peer_lease_share: Annotated[
@@ -195,9 +196,6 @@ class KVTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             le=1,
         ),
     ] = 0.9
-    store_queue_gib: Annotated[
-        float | None, _doc("Deprecated and ignored, with a warning; see store_inflight_share.")
-    ] = None
     load_policy: Annotated[
         Literal["measured", "always"],
         _doc(
@@ -271,16 +269,15 @@ class KVTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Raises ConfigError that names every option that is unknown (with the nearest right one), of the wrong
         type, outside its limits, given twice under two names, or impossible together with another.
         """
-        extra = dict(extra or {})
+        extra = with_new_names(extra or {}, RENAMED)
         problems: list[str] = []
         given: dict[str, Any] = {}
         for option, value in extra.items():
-            name = ALIASES.get(option) or RENAMED.get(option, option)
+            name = ALIASES.get(option, option)
             if name not in _ANNOTATIONS:
                 problems.append(_unknown(option))
             elif name != option and name in extra:
-                whose = "NixlConnector's" if option in ALIASES else "the old"
-                problems.append(f"{option} is {whose} name for {name}; both are given: keep {name}.")
+                problems.append(f"{option} is NixlConnector's name for {name}; both are given: keep {name}.")
             else:
                 try:
                     given[name] = _convert(name, value)
@@ -288,12 +285,8 @@ class KVTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                     problems.append(str(error) if name == option else f"{option}: {error}")
         if not problems:
             config = cls(**given)  # before anything is logged: the combination may be refused
-            if config.store_queue_gib is not None:
-                _warn_deprecated("store_queue_gib", "store_inflight_share")
             if aliases := tuple(option for option in extra if option in ALIASES):
                 _note_aliases(aliases)
-            for option in filter(RENAMED.get, extra):
-                warn_renamed(option, RENAMED[option])
             return config
         raise ConfigError("kv_connector_extra_config: " + " ".join(problems))
 
@@ -364,11 +357,6 @@ def _note_aliases(names: tuple[str, ...]) -> None:
     logger.info(
         "kv_connector_extra_config: %s", ", ".join(f"{name} (NixlConnector) read as {ALIASES[name]}" for name in names)
     )
-
-
-@functools.cache
-def _warn_deprecated(name: str, instead: str) -> None:
-    logger.warning("kv_connector_extra_config: %s is deprecated and ignored; see %s", name, instead)
 
 
 def _describe_type(annotation: Any) -> str:

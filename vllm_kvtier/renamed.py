@@ -1,4 +1,4 @@
-"""Options that were renamed or removed: the old name works for one release, with one warning a process."""
+"""Options that were renamed: the old name works for one release, with one warning a process."""
 
 import functools
 from collections.abc import Mapping
@@ -22,8 +22,3 @@ def with_new_names(given: Mapping[str, Any], renamed: Mapping[str, str]) -> dict
 @functools.cache
 def warn(old: str, new: str) -> None:
     logger.warning("kvtier: option %s is now called %s; the old name works until the next release", old, new)
-
-
-@functools.cache
-def warn_unused(old: str, why: str) -> None:
-    logger.warning("kvtier: option %s has no effect any more: %s; remove it before the next release", old, why)

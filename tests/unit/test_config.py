@@ -1,6 +1,5 @@
 """KVTierConfig: what is read, what is refused, and in which words."""
 
-import logging
 import math
 
 import msgspec
@@ -9,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_kvtier import config as config_module
-from vllm_kvtier.config import ALIASES, NIXL_ONLY, RENAMED, KVTierConfig, _warn_deprecated, markdown_table
+from vllm_kvtier.config import ALIASES, NIXL_ONLY, RENAMED, KVTierConfig, markdown_table
 from vllm_kvtier.errors import ConfigError
 
 read = KVTierConfig.from_extra_config
@@ -139,16 +138,6 @@ def test_config_does_not_change_its_input():
     extra = {"backends": ["UCX"]}
     read(extra)
     assert extra == {"backends": ["UCX"]}
-
-
-def test_config_deprecated_store_queue_gib_warns_once(caplog):
-    _warn_deprecated.cache_clear()
-    with caplog.at_level(logging.WARNING, "vllm.kvtier.config"):
-        for _ in range(2):
-            read({"store_queue_gib": 8})
-            read({})
-    [record] = caplog.records
-    assert "store_queue_gib is deprecated" in record.message and "store_inflight_share" in record.message
 
 
 def test_config_every_option_is_in_markdown_table():

@@ -638,9 +638,8 @@ def liar(reply):
         lambda ask: b"\x82\xa4type\xa4ping\xa1x" + b"\x91" * 100000 + b"\xc0",
         lambda ask: m.Ping(),
         lambda ask: m.LeaseRefused(0, "namespace_mismatch", "no"),
-        lambda ask: m.LeaseRefused(0, "namespace", "kvtier protocol 4 here, 2 there"),
     ],
-    ids=["garbage", "deep", "unexpected", "refused", "refused by an older release"],
+    ids=["garbage", "deep", "unexpected", "refused"],
 )
 def test_lease_client_malformed_answer_ends_connection(make, reply, caplog):
     asker = make(Asker)

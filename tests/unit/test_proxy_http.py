@@ -237,7 +237,7 @@ async def test_engine_refusals_reach_the_client_unchanged(who, stream):
         reply = await c.chat("u1", stream=stream)
         assert reply.status_code == 422 and "says 422" in reply.json()["error"]["message"]
         state = (await c.client.get("/kvtier/state")).json()
-        assert all(engine["well"] for engine in state["prefill"] + state["decode"])
+        assert all(engine["healthy"] for engine in state["prefill"] + state["decode"])
         if who == "p":
             assert not c.d[0].seen and not c.d[1].seen
         else:

@@ -15,7 +15,6 @@ from vllm_kvtier.doctor.report import Check, exit_code
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.store.launcher import store_path
 
-_OLD_KEYS = {"sentence": "message", "remedy": "fix"}
 _MARKS = {
     "ok": ("ok     ", "green"),
     "warn": ("warn   ", "yellow"),
@@ -136,7 +135,7 @@ def doctor(
         )
         checks = examine(options, (lambda check: None) if as_json else lambda check: show(check, console))
     if as_json:
-        print(json.dumps(inputs.with_old_keys(msgspec.to_builtins(checks), _OLD_KEYS), indent=1))
+        print(json.dumps(msgspec.to_builtins(checks), indent=1))
     else:
         _print_summary(checks, console)
     raise typer.Exit(exit_code(checks))

@@ -1,4 +1,4 @@
-"""Shared by commands: options, prompts from files, renamed options and JSON keys, tables, errors as messages."""
+"""Shared by commands: options, prompts from files, renamed options, tables, errors as messages."""
 
 import json
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -71,16 +71,6 @@ def either(new: _Value | None, old: _Value | None, new_flag: str, old_flag: str)
         raise typer.BadParameter(f"{old_flag} is the old name of {new_flag}: give one of them")
     warn(old_flag, new_flag)
     return old
-
-
-def with_old_keys(value: Any, renamed: dict[str, str]) -> Any:
-    """JSON with both sets of keys, for one release. ``renamed``: {old: new}."""
-    if isinstance(value, list):
-        return [with_old_keys(each, renamed) for each in value]
-    if not isinstance(value, dict):
-        return value
-    value = {key: with_old_keys(each, renamed) for key, each in value.items()}
-    return value | {old: value[new] for old, new in renamed.items() if new in value}
 
 
 def error_console() -> Console:

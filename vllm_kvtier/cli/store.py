@@ -13,22 +13,12 @@ from rich.table import Table
 
 from vllm_kvtier.cli import inputs
 from vllm_kvtier.doctor.store import request, request_counts
-from vllm_kvtier.renamed import warn_unused
 from vllm_kvtier.store import protocol as m
 from vllm_kvtier.store.launcher import store_path
 from vllm_kvtier.store.memory.memory_limits import format_bytes
-from vllm_kvtier.store.options import UNUSED_BACKEND, StoreOptions, help_of
+from vllm_kvtier.store.options import StoreOptions, help_of
 
 ANSWER_SECONDS = 10.0
-# {old: new} keys of ``stats --json``, for one release.
-_OLD_TIER_KEYS = {
-    "finds": "lookups", "refused_space": "refused_namespace", "lent_blocks": "leased_blocks",
-    "lent_leases": "leases_granted", "lent_brought_up": "lease_promotions",
-}  # fmt: skip
-_OLD_KEYS = {
-    "asked_bytes": "requested_bytes", "looked_up_units": "prefix_queries", "found_units": "prefix_hits",
-    "spaces": "namespaces",
-}  # fmt: skip
 
 
 def _with_store_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -49,14 +39,11 @@ def _with_store_options(command: Callable[..., None]) -> Callable[..., None]:
 def serve(
     name: inputs.StoreName = "default",
     socket: inputs.StoreSocket = None,
-    object_backend: Annotated[str | None, typer.Option("--object-backend", hidden=True)] = None,
     **options,
 ) -> None:
     """Serve this node's store until Ctrl-C. An engine that finds no store starts one itself."""
     from vllm_kvtier.store.__main__ import run  # imports the server, which the other commands do not need
 
-    if object_backend:
-        warn_unused(*UNUSED_BACKEND)
     with inputs.errors_as_messages():
         raise typer.Exit(run(socket or store_path(name), StoreOptions(**options)))
 
@@ -70,8 +57,7 @@ def stats(
     numbers = msgspec.to_builtins(counts)
     del numbers["id"], numbers["type"]  # of the message, not of the store
     if as_json:
-        numbers["tiers"] = inputs.with_old_keys(numbers["tiers"], _OLD_TIER_KEYS)
-        print(json.dumps(inputs.with_old_keys(numbers, _OLD_KEYS)))
+        print(json.dumps(numbers))
         return
     table = Table(show_header=False, box=None)
     clients, tiers, index, directory = (numbers.pop(name) for name in ("clients", "tiers", "index", "directory"))

@@ -10,8 +10,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from vllm_kvtier.config import KVTierConfig
-from vllm_kvtier.containment import Containment
 from vllm_kvtier.jobs.results import Result
 from vllm_kvtier.jobs.transfer_jobs import ChecksumJob, FailedJob, StepWork
 from vllm_kvtier.logs import get_logger
@@ -23,8 +21,6 @@ from vllm_kvtier.scheduler.sources.base import Job
 from vllm_kvtier.scheduler.wiring import SchedulerParts
 from vllm_kvtier.vllm_compat import kv_events as vllm_events
 from vllm_kvtier.vllm_compat import weights
-from vllm_kvtier.vllm_compat.engine_info import EngineInfo
-from vllm_kvtier.vllm_compat.hooks.block_pool import BlockPool
 from vllm_kvtier.wire import messages as m
 
 logger = get_logger(__name__)
@@ -41,20 +37,9 @@ class KVTierConnectorScheduler(SchedulerParts):
     _report_at = 0.0  # when vLLM next gets what was counted
     _passive = False  # too much of our code failed
 
-    def __init__(
-        self,
-        info: EngineInfo,
-        config: KVTierConfig,
-        link_path: str,
-        pool: BlockPool,
-        connector: Any,
-        containment: Containment,
-    ):
-        """``connector``: the connector that this is one side of. Raises ConfigError if the endpoint cannot listen or
-        the cluster key is unusable."""
-        super().__init__(info, config, link_path, pool, connector, containment)
-        containment.on_limit = self._become_passive
-        pool.around_reset(self._before_reset, self._after_reset, containment)
+    def _start(self) -> None:
+        self._contain.on_limit = self._become_passive
+        self._pool.around_reset(self._before_reset, self._after_reset, self._contain)
         weights.watch(self)
         self._reactor.start()
 

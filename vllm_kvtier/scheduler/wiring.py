@@ -56,7 +56,7 @@ from vllm_kvtier.wire.reactor import Reactor
 
 
 class SchedulerParts(ABC):
-    """The parts, as attributes. The subclass starts the reactor."""
+    """The parts, as attributes."""
 
     def __init__(
         self,
@@ -155,6 +155,7 @@ class SchedulerParts(ABC):
             context, self._exports, self._matcher, self._store_admin, self._offloader, self._engine.wake
         )
         identity.start(self._engine.wake)
+        self._start()
 
     def _followed(self, block_ids: BlockIds) -> BlockIds:
         """Of new blocks by vLLM's groups, those of the groups that we follow. The others' get new content too."""
@@ -188,6 +189,10 @@ class SchedulerParts(ABC):
         node_store = NodeStoreSource(context, send, self._store_lost, peer_gpu, self._sharing, self._events)
         self._store, self._store_admin = node_store, StoreAdmin(node_store)
         self._offloader = Offloader(engine, node_store, send, wake, verified, self._events)
+
+    @abstractmethod
+    def _start(self) -> None:
+        """All parts exist: hook into vLLM and start the reactor."""
 
     @abstractmethod
     def _on_idle(self) -> None:

@@ -8,14 +8,11 @@ from typing import TypeVar
 
 from vllm_kvtier.errors import ConfigError
 from vllm_kvtier.remote_store.options import NodeOptions
-from vllm_kvtier.renamed import warn_unused
 from vllm_kvtier.store.memory.memory_limits import parse_bytes
 from vllm_kvtier.store.tiers.mooncake.options import MooncakeOptions
 from vllm_kvtier.store.tiers.objects.object_names import check_endpoint, parse_url
 
 T = TypeVar("T")
-
-UNUSED_BACKEND = "object_backend", "obstore moves the objects"
 
 
 def _option(default: T, help: str, choices: tuple[str, ...] = ()) -> T:
@@ -182,7 +179,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             metavar=None if option.metadata["choices"] else option.name.rpartition("_")[2].upper(),
             help=option.metadata["help"].replace("%", "%%") + f" Default: {option.default or 'none'}.",
         )
-    parser.add_argument("--object-backend", dest="object_backend", help=argparse.SUPPRESS)
 
 
 def _truth(word: str) -> bool:
@@ -193,8 +189,6 @@ def _truth(word: str) -> bool:
 
 
 def from_namespace(namespace: argparse.Namespace) -> StoreOptions:
-    if getattr(namespace, "object_backend", None):
-        warn_unused(*UNUSED_BACKEND)
     return StoreOptions(**{option.name: getattr(namespace, option.name) for option in fields(StoreOptions)})
 
 

@@ -24,7 +24,7 @@ from vllm_kvtier.worker.nixl_pull.exported_memory import Pending
 from vllm_kvtier.worker.nixl_pull.nixl_transport import NixlTransport
 from vllm_kvtier.worker.nixl_pull.peer_memory import PeerMemory
 from vllm_kvtier.worker.nixl_pull.pulls import Pulls
-from vllm_kvtier.worker.peer_fetch.fetch_worker import FetchWorker, open_node
+from vllm_kvtier.worker.peer_fetch.fetch_worker import IDLE_SECONDS, FetchWorker, open_node
 from vllm_kvtier.worker.store_load_worker import StoreLoadWorker
 
 logger = get_logger(__name__)
@@ -89,10 +89,21 @@ class PeerExchange:
         it."""
         if self.fetching is not None:
             self._contain.attempt("fetches", self.fetching.collect, idle)
-        look = self.pulls is not None and self.pulls.active and self.memory.on_device
-        if look and self.lock.acquire(blocking=False):
+        pulls = self.pulls
+        if pulls is None or not pulls.active or not self.memory.on_device:
+            return
+        # What ends within an idle step vLLM hears of with that step, which saves it another empty one.
+        until, young = time.monotonic() + IDLE_SECONDS, pulls.num_young()
+        while True:
+            self._collect_pulls(pulls)
+            if not idle or not young or pulls.num_young() < young or time.monotonic() >= until:
+                return
+            time.sleep(POLL_SECONDS)
+
+    def _collect_pulls(self, pulls: Pulls) -> None:
+        if self.lock.acquire(blocking=False):
             try:
-                for result in self._contain.attempt("pulls", self.pulls.poll, True) or ():
+                for result in self._contain.attempt("pulls", pulls.poll, True) or ():
                     self._finish(result)
             finally:
                 self.lock.release()
@@ -203,7 +214,11 @@ class PeerExchange:
             return
         if transport is not None:
             self.transport = transport
-            self.pulls = Pulls(transport, memory, self._rank, heads)
+            fetching, mapped = self.fetching, None
+            # A host's copies take the reactor's thread, and posting a read costs little there.
+            if fetching is not None and fetching.on_device and setup.maps_pulls:
+                mapped = fetching.reads()
+            self.pulls = Pulls(transport, memory, self._rank, heads, mapped)
             for instance, ranks in self._engines.items():
                 self.pulls.add_engine(instance, ranks)
         self._send(m.Register(info, memory.wire_codec))

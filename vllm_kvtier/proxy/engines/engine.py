@@ -210,7 +210,6 @@ class Engine:
         return {
             "url": self.url,
             "healthy": self.healthy,
-            "well": self.healthy,  # the old name, for one release
             "confirmed": self.confirmed,
             "drained": self.drained,
             "leaving": self.leaving,

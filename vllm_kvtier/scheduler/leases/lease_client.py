@@ -49,8 +49,6 @@ MAX_FOLLOW_WAITS = 10  # a prefill may wait in its engine's queue for so many ti
 REFUSAL_CODES = frozenset(
     {"namespace_mismatch", "peer_restarted", "peer_starting", "malformed", *(each.value for each in Refusal)}
 )
-# {old: new}: engines of the release before refuse a handshake in these words.
-RENAMED_CODES = {"namespace": "namespace_mismatch", "starting": "peer_starting"}
 # Causes that the user can remove; the others are normal.
 LOGGED_CODES = ("namespace_mismatch", "layout", "malformed", "timeout", "unreachable")
 
@@ -505,5 +503,4 @@ class LeaseClient(LeaseConnections[_Connection]):
 
 
 def _refusal(message: m.LeaseRefused) -> LookupMiss:
-    code = RENAMED_CODES.get(message.code, message.code)
-    return LookupMiss(code if code in REFUSAL_CODES else "refused", message.reason)
+    return LookupMiss(message.code if message.code in REFUSAL_CODES else "refused", message.reason)

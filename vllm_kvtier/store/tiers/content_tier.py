@@ -19,6 +19,7 @@ from vllm_kvtier.wire.slots import PAGE
 
 MIN_RATE = 2e6  # bytes/s; a slower tier process is replaced
 MAX_REMEMBERED_BLOCKS = 1 << 19  # blocks known to be stored
+REMEMBERED_BYTES = MAX_REMEMBERED_BLOCKS * 264  # memory of so many (measured, Python 3.11)
 # Before any measurement; pessimistic, so that no request waits in vain.
 FIRST_RATE, FIRST_LATENCY = 200e6, 0.05  # bytes/s, seconds
 LATENCY_WEIGHT = 0.2  # of the latest find
@@ -144,7 +145,8 @@ class ContentTier(ProcessTier):
             done([False] * len(blocks))
             return
         nbytes = sum(block.pages for block in blocks) * PAGE
-        message = m.Write(self._writer.next_id(), [m.Move.of(block) for block in blocks])
+        moves, replaced = [m.Move.of(block) for block in blocks], self._replaced(blocks)
+        message = m.Write(self._writer.next_id(), moves, replaced=replaced)
         self._writing.update((block.name, True) for block in blocks)
         self._writes.begin(nbytes)
 
@@ -164,6 +166,10 @@ class ContentTier(ProcessTier):
             done(good)
 
         self._writer.request(message, self._limits.write + self._writes.waiting / MIN_RATE, answered)
+
+    def _replaced(self, blocks: Sequence[Block]) -> list[int]:
+        """Indices of blocks whose stored copy is corrupt, and may not have been removed."""
+        return []
 
     def discard(self, namespace_id: bytes, group: int, block_hash: bytes) -> None:
         name = namespace_id, group, block_hash

@@ -80,7 +80,7 @@ class MooncakeReader:
                 self._host.send(m.Located(message.id, token, end, seconds=time.monotonic() - began))
 
         def late() -> None:
-            self._master.failed(f"the master has not answered a lookup within {LOOK_SECONDS:g} s")
+            self._master.failed(f"the master has not answered a lookup within {LOOK_SECONDS:g} s", late=True)
             answer(message.start)
 
         timer = self._host.reactor.call_later(LOOK_SECONDS, self._host.guard(late))

@@ -73,6 +73,18 @@ class MooncakeTier(ContentTier):
 
         super().read(find, blocks, over)
 
+    def write(self, blocks: Sequence[Block], done: Callable[[list[bool]], None]) -> None:
+        def over(good: list[bool]) -> None:
+            for block, ok in zip(blocks, good, strict=True):
+                if ok:
+                    self._bad_blocks.remove(block.name)
+            done(good)
+
+        super().write(blocks, over)
+
+    def _replaced(self, blocks: Sequence[Block]) -> list[int]:
+        return [i for i, block in enumerate(blocks) if block.name in self._bad_blocks]
+
     def discard(self, namespace_id: bytes, group: int, block_hash: bytes) -> None:
         self._bad_blocks.add(namespace_id, group, block_hash)  # its removal may fail
         super().discard(namespace_id, group, block_hash)
@@ -133,7 +145,7 @@ class MooncakeTier(ContentTier):
     def process_message(self, message: m.ToServer) -> None:
         if isinstance(message, m.Availability):
             self._reader_state = message
-            if not message.usable:
+            if not message.usable and not message.late:
                 self._known.clear()  # a master that restarts has forgotten all
             self.on_change()
         elif isinstance(message, m.Avoid):
