@@ -201,7 +201,7 @@ def remember_peer(known: dict[str, list[RankInfo]], instance: str, ranks: list[R
 @dataclass
 class StepWork:
     """One step's work. ``new_peers``: instance -> ranks of the engines that ``pulls`` or ``fetches`` name and the
-    workers may not know: those they were not told of, or so long ago that they have forgotten."""
+    workers may not know, because they are new or were named so long ago that they are forgotten."""
 
     step: int
     checksums: list[ChecksumJob] = field(default_factory=list)
