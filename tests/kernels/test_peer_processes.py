@@ -99,7 +99,7 @@ def test_peer_process_blocks_are_copied_over_cuda_ipc(visible):
         assert torch.equal(seen, far.words(reader.view, far.LAYERS - 1))
         assert reader.check(reader.order(local, remote, now), now, copy.bad(0)) == far.BLOCKS - 1
         assert reader.table[int(local[3])] == 0
-        reader.copier.forget("source")
+        reader.copier.remove("source")
         with pytest.raises(KeyError):
             reader.copier.start([reader.order(local, remote, now)])
         reader.copier.add("source", reader.parts)
@@ -180,7 +180,7 @@ def test_peer_process_killed_during_read_raises_no_device_error():
         )
         assert under_way
         reader.check(job, now, more.bad(0))
-        reader.copier.forget("source")
+        reader.copier.remove("source")
         torch.cuda.synchronize()
         with pytest.raises(KVTierError, match="has ended"):
             reader.copier.add("source", reader.parts)

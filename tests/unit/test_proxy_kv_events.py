@@ -137,7 +137,7 @@ def test_full_index_makes_room_with_the_oldest_blocks_behind_memory():
     index.clear()
     assert len(shared) == 0 and not index.incomplete and index.counts == [0] * 5
     index.apply(decoded(stored(A)))
-    index.forget()
+    index.invalidate()
     assert len(index) == 0 and index.incomplete
 
 

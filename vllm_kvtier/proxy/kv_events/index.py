@@ -86,7 +86,7 @@ class BlockIndex:
         self.counts = [0] * _TIER_BITS
         self._group, self._has_ghosts, self.incomplete = None, False, False
 
-    def forget(self) -> None:
+    def invalidate(self) -> None:
         """What the engine has is not known any more."""
         self.clear()
         self.incomplete = True
@@ -129,7 +129,7 @@ class BlockIndex:
             return
         if self._has_ghosts and len(self._blocks) + len(event.hashes) > self.capacity:
             # Blocks whose removal was lost must not fill the index for ever.
-            self.forget()
+            self.invalidate()
             self._group = event.group
         if event.adapter is not None and len(self._adapters) < _MAX_ADAPTERS:
             self._adapters.add(event.adapter)

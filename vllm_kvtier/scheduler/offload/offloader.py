@@ -149,7 +149,7 @@ class Offloader:
                     self._collect(table, table.ended, leaving=True)
                 if request.lora_request is not None or request.prompt_embeds is not None:
                     if self._left(table):
-                        self._give_up_ended(table)
+                        self._count_skipped(table)
                     table.ended = 0  # these blocks are offered once
             # Copies may be under way, and blocks to offer be left, for long.
             table.request = vr.ended_copy(request, self.events is not None)
@@ -186,7 +186,7 @@ class Offloader:
                 return
             table = self._take_ended(next(iter(self._ended)))
             if self._store.namespace_id(lora_fingerprint_of(table.request)) != table.namespace_id:
-                self._give_up_ended(table)  # a new namespace was started
+                self._count_skipped(table)  # a new namespace was started
                 continue
             self._collect(table, table.ended)
             self._keep_ended(table)
@@ -206,14 +206,14 @@ class Offloader:
         self._ended[key] = table
         self._ended_tokens += table.ended
         while len(self._ended) > MAX_ENDED_TABLES or self._ended_tokens > MAX_ENDED_TOKENS:
-            self._give_up_ended(self._take_ended(next(iter(self._ended))))
+            self._count_skipped(self._take_ended(next(iter(self._ended))))
 
     def _take_ended(self, key: tuple[bytes, bytes]) -> Table:
         table = self._ended.pop(key)
         self._ended_tokens -= table.ended
         return table
 
-    def _give_up_ended(self, table: Table) -> None:
+    def _count_skipped(self, table: Table) -> None:
         why = table.why or self._no_room()
         for g, done in enumerate(table.offered):
             self._counters.count("stores_skipped", why, max(0, self._last(table, g, table.ended) - done))
@@ -381,9 +381,9 @@ class Offloader:
             if why == STORED_ALREADY:
                 self._counters.count("stores_skipped", why, len(items))
             elif why != STORED:
-                self._take_back(items, why)
+                self._not_stored(items, why)
 
-    def _take_back(self, items: list[Item], why: str) -> None:
+    def _not_stored(self, items: list[Item], why: str) -> None:
         by_table: defaultdict[Table, list[Item]] = defaultdict(list)
         for item in items:
             by_table[item.table].append(item)
@@ -478,7 +478,7 @@ class Offloader:
         self.jobs.wait_quiet(seconds)
         self.drain()
         while self._ended:
-            self._give_up_ended(self._take_ended(next(iter(self._ended))))
+            self._count_skipped(self._take_ended(next(iter(self._ended))))
 
 
 def _split(found: list[tuple[int, int]]) -> tuple[Sequence[int], Sequence[int]]:

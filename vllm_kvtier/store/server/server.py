@@ -197,7 +197,7 @@ class StoreServer:
         self._clients.pop(client.number, None)
         if client.greeting is not None:
             client.greeting.cancel()
-        self.tiers.forget(client.number)
+        self.tiers.remove_client(client.number)
         self.index.disconnect(client.number)
         self._peer_directory.left(client.number)
         self.changes.left(client.number)

@@ -119,7 +119,7 @@ class ContentTier(ProcessTier):
                 if there:
                     self._know(block.name)
                 elif reply is not None:
-                    self._forget(block.name)
+                    self._remove(block.name)
             self._counts.read_failures += good.count(False)
             done(good)
 
@@ -177,7 +177,7 @@ class ContentTier(ProcessTier):
         if name in self._writing:
             self._writing[name] = False  # dropped again when it is written
         self._drop(*name)
-        self._forget(name)
+        self._remove(name)
 
     def clear(self, namespace_id: bytes | None) -> None:
         """Forget the remembered blocks, of all namespaces. What is stored stays, because other nodes share it."""
@@ -271,11 +271,11 @@ class ContentTier(ProcessTier):
         if before is None:
             self.on_moved(*name)
         if len(self._known) > MAX_REMEMBERED_BLOCKS:
-            self._forget(next(iter(self._known)))
+            self._remove(next(iter(self._known)))
         if self._expiry is None and self._limits.kept < math.inf:
             self._expiry = self._reactor.call_later(self._limits.kept, self._expire)
 
-    def _forget(self, name: BlockName) -> None:
+    def _remove(self, name: BlockName) -> None:
         if self._known.pop(name, None) is not None:
             self.on_moved(*name)
 
@@ -288,7 +288,7 @@ class ContentTier(ProcessTier):
                 left = max(EXPIRE_SECONDS, known + self._limits.kept - self._clock())
                 self._expiry = self._reactor.call_later(left, self._expire)
                 return
-            self._forget(name)
+            self._remove(name)
         if self._known:
             self._expiry = self._reactor.call_later(0.0, self._expire)
 

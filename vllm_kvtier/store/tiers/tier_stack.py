@@ -120,7 +120,7 @@ class TierStack:
         """End of the hash blocks that the tiers might have from ``want.start`` on. Promotes nothing."""
         return self._promotion.peek(want)
 
-    def forget(self, client: int) -> None:
+    def remove_client(self, client: int) -> None:
         """The client disconnected: cancel its waits. Its promotions go on."""
         for waiter in self._waiting.pop(client, ()):
             waiter.cancel()

@@ -44,11 +44,11 @@ class DirectReads:
         info = self._chosen.get(instance)
         return info is not None and info.agent in self._peers and self._transport.knows(info.agent)
 
-    def forget(self, instance: str) -> None:
+    def remove(self, instance: str) -> None:
         """Its ranks may be others than before."""
         self._chosen.pop(instance, None)
 
-    def drop_lists(self) -> None:
+    def release_lists(self) -> None:
         self._peers.clear()
 
     def start(self, read: "DirectRead") -> Transfer:

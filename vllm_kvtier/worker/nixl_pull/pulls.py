@@ -115,7 +115,7 @@ class Pulls:
 
     def add_engine(self, instance: str, ranks: list[RankInfo]) -> None:
         for each in (instance, *remember_peer(self._sources, instance, ranks)):
-            self._direct.forget(each)
+            self._direct.remove(each)
             self._logged.discard(each)
         self._engines_met += 1
 
@@ -286,8 +286,8 @@ class Pulls:
                 transfer, pull.transfer = pull.transfer, None
                 self._transport.release(transfer)
                 del transfer  # a reference to its handle keeps the agent alive
-        self._direct.drop_lists()  # so do prepared lists
-        self._staged.drop_lists()
+        self._direct.release_lists()  # so do prepared lists
+        self._staged.release_lists()
         self._retire_by, self._next_check, self._engines_met = None, 0.0, 0
         self._transport.retire()
 
@@ -298,7 +298,7 @@ class Pulls:
         if not self._transport.retired():
             if not self._next_check:
                 logger.error(
-                    "kvtier: pulls: NIXL does not give back the memory of a failed read; its blocks stay out of use "
+                    "kvtier: pulls: NIXL does not free the memory of a failed read; its blocks stay out of use "
                     "and their requests wait; restart this engine"
                 )
             self._next_check = now + RECHECK_SECONDS

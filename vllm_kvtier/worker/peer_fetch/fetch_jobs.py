@@ -77,7 +77,7 @@ class PeerFetches:
     ):
         """``table``: int64 [num_blocks], our checksums, on ``view``'s device. ``heads``: by group, the heads that we
         hold."""
-        # Called for each source that is read for the first time; ``forget`` it when a process of it ends.
+        # Called for each source that is read for the first time; ``remove_source`` it when a process of it ends.
         self.added: Callable[[str, Iterable[Shared]], None] = lambda source, shared: None
         self.lock = threading.RLock()
         self.on_device = view.device.type == "cuda"
@@ -179,11 +179,11 @@ class PeerFetches:
         finally:
             self.lock.release()
 
-    def forget(self, instance: str) -> None:
+    def remove_source(self, instance: str) -> None:
         """The source's engine has ended. Copies under way end by themselves."""
         with self.lock:
             self._engines.pop(instance, None)
-            self._forget(instance)
+            self._remove_source(instance)
             self._unmappable.pop(instance, None)
             self._logged.discard(instance)
 
@@ -278,7 +278,7 @@ class PeerFetches:
         bad, why = fetch.copy.bad(number), fetch.copy.why(number)
         if why:
             # The next fetch maps the source again.
-            self._forget(job.instance)
+            self._remove_source(job.instance)
             return self._failed(job, f"the copy from {job.instance} failed: {why}", fetch.started)
         seconds, nbytes = time.monotonic() - fetch.started, self._bytes(job)
         if not bad:
@@ -297,9 +297,9 @@ class PeerFetches:
     def _bytes(self, job: PeerFetchJob) -> int:
         return sum(g.num_blocks * self._view.groups[g.group].block_bytes for g in job.groups)
 
-    def _forget(self, instance: str) -> None:
+    def _remove_source(self, instance: str) -> None:
         self._ready.pop(instance, None)
-        self._copier.forget(instance)
+        self._copier.remove(instance)
 
     def _take(self) -> list[FetchResult]:
         ended, self._ended = self._ended, []

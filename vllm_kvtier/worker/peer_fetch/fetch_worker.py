@@ -113,7 +113,7 @@ def open_node(
     worker = shared = None
     try:
         fetches = PeerFetches(memory.view, memory.table, heads, context.rank)
-        watch = PeerProcessWatch(context.reactor, fetches.forget)
+        watch = PeerProcessWatch(context.reactor, fetches.remove_source)
         fetches.added = watch.follow
         worker = FetchWorker(fetches, context.reactor.call_soon, context.finish, poll_soon)
         context.reactor.call_soon(fetches.warm_up)

@@ -109,7 +109,7 @@ class MooncakeTier(ContentTier):
         for group, shape in enumerate(want.shapes):
             step = shape.hash_blocks_per_block
             for end in range(num_hash_blocks + step, min(num_hash_blocks + align, want.num_hash_blocks) + 1, step):
-                self._forget((want.namespace_id, group, want.block_hashes[(end - 1) * HASH_BYTES : end * HASH_BYTES]))
+                self._remove((want.namespace_id, group, want.block_hashes[(end - 1) * HASH_BYTES : end * HASH_BYTES]))
         return self._bad_blocks.good_hash_blocks(
             want.namespace_id, want.block_hashes, want.shapes, want.start, num_hash_blocks
         )
