@@ -189,13 +189,13 @@ MAX_PEERS_REMEMBERED = 512
 
 
 def remember_peer(known: dict[str, list[RankInfo]], instance: str, ranks: list[RankInfo]) -> list[str]:
-    """Enter an engine. Returns those that are forgotten for it, which were named longest ago."""
+    """Enter an engine. Returns those that are removed for it, which were named longest ago."""
     known.pop(instance, None)
     known[instance] = ranks
-    forgotten = list(known)[: max(0, len(known) - MAX_PEERS_REMEMBERED)]
-    for each in forgotten:
+    removed = list(known)[: max(0, len(known) - MAX_PEERS_REMEMBERED)]
+    for each in removed:
         del known[each]
-    return forgotten
+    return removed
 
 
 @dataclass
