@@ -84,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser, several_steps: bool = False) 
     parser.add_argument("--trees", type=json.loads, default={}, help="JSON, folder with another vllm_kvtier by word")
     parser.add_argument("--host-gib", type=float, help="host memory a connector (default: 1.2 times what is needed)")
     turns = "runs with one file start their engines at once, and measure one after the other"
-    parser.add_argument("--turns", type=Path, metavar="FILE", help=turns)
+    parser.add_argument("--device-lock", type=Path, metavar="FILE", help=turns)
     parser.add_argument("--seconds", type=float, default=400, help="no new measurement is begun after so long")
     steps = {"nargs": "+", "default": [8192]} if several_steps else {"default": 8192}
     parser.add_argument("--step-tokens", type=int, help="vLLM's max_num_batched_tokens", **steps)

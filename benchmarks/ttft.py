@@ -34,12 +34,12 @@ GPU's prefix cache was emptied, at once again. computed, host: seconds until the
 stored: share of their KV that the connector says it stored meanwhile; from_host: share of their tokens that came from
 host memory. Medians of --repeats, behind one that warms up.
 
-Models with recurrent states (qwen3-next-shapes, nemotron-h-shapes) have large blocks, behind whole ones of which a
-state is kept: lengths are rounded to them. Two such models on one device, about four minutes:
+Models with recurrent states (qwen3-next-shapes, nemotron-h-shapes) have large blocks, and keep states only where a
+block ends: lengths are rounded to whole blocks. Two such models on one device, about four minutes:
 
     for model in qwen3-next nemotron-h; do
         python benchmarks/ttft.py run --model benchmarks/models/$model-shapes --dummy --gpu 0 --phases ttft \\
-            --engine-args "--gdn-prefill-backend triton" --turns /tmp/turns --host-gib 12 --out $model.json &
+            --engine-args "--gdn-prefill-backend triton" --device-lock /tmp/lock --host-gib 12 --out $model.json &
     done; wait
 
 Then ``itl``: eight requests decode while prompts of --itl-tokens come in one after another, from host memory and fresh;
@@ -347,10 +347,10 @@ def sizes(args: argparse.Namespace) -> tuple[int, int]:
 def measure(args: argparse.Namespace, results: Results) -> None:
     """With engines of one step size."""
     begin = time.monotonic()
-    with turns(args.turns) as my_turn:
+    with turns(args.device_lock) as my_turn:
         peers = start(args, *sizes(args))
         try:
-            if args.turns:
+            if args.device_lock:
                 my_turn()
                 begin = time.monotonic()
             if "pinned" not in results.data["meta"]:

@@ -104,23 +104,22 @@ def trios(request, model_path, log_dir):
     wanted = sorted({item.callspec.params["kind"] for item in request.session.items if item.path == request.path})
     with runtime_dir() as folder:
         trios = Trios({}, {}, {}, store_in(folder))
-        for number, name in enumerate(wanted):
-            try:
-                model = tiny_models.build(name, log_dir / "models" / name, model_path)
-            except Exception as error:  # of an older or newer transformers
-                trios.unserved[name] = f"transformers makes no such model: {error!r}"
-                continue
-            gpu, plan = GPUS[number % len(GPUS)], log_dir / f"{name}.alter"
-            trios.made[name] = trio(KINDS[name], name, model, plan, folder, log_dir, gpu)
-        engines = [each for trio in trios.made.values() for each in trio.engines]
         try:
-            for each in engines:
-                each.start()
+            for number, name in enumerate(wanted):
+                try:
+                    model = tiny_models.build(name, log_dir / "models" / name, model_path)
+                except Exception as error:  # of an older or newer transformers
+                    trios.unserved[name] = f"transformers makes no such model: {error!r}"
+                    continue
+                gpu, plan = GPUS[number % len(GPUS)], log_dir / f"{name}.alter"
+                trios.made[name] = trio(KINDS[name], name, model, plan, folder, log_dir, gpu)
+                for each in trios.made[name].engines:
+                    each.start()
             with ThreadPoolExecutor(len(wanted)) as pool:
                 list(pool.map(lambda name: until_up(name, trios), list(trios.made)))
             yield trios
         finally:
-            kill_all(engines)
+            kill_all(each for trio in trios.made.values() for each in trio.engines)
 
 
 def trio(kind: Kind, name: str, model: Path, plan: Path, folder: Path, log_dir: Path, gpu: int) -> Trio:
