@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import httpx
-from pd import with_tokenizer
+from tiers import prepare
 
 from vllm_kvtier.devtools.engines import Engine, kvtier, proxy
 
@@ -204,7 +204,7 @@ def main() -> None:
     args.token_bytes = 2 * 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head
     work = conversations(SIZES[args.size], config["vocab_size"])
     cache_tokens = sum(len(new) + output for turns in work for new, output in turns)
-    model = with_tokenizer(args.model)
+    model = prepare(args.model, 0)
     rows = [run(on, args, model, work, cache_tokens) for on in (False, True)]
     for row in rows:
         print(json.dumps({k: v for k, v in row.items() if k != "all"}))

@@ -3,10 +3,11 @@
 Two processes hold a KV cache of Qwen3-8B's shape (36 layers, pages of 64 KiB at 16 tokens a block), on two GPUs
 or in host memory. The reader pulls N tokens' blocks, either allocated in sequence (as a fresh engine does) or
 in reverse (as after a request was freed), in opposite orders
-on the two sides, or scattered, three ways:
+on the two sides, or scattered, by these ways:
 
   kvtier    what our workers read: prepared strided lists, blocks in an order that merges, checksums along
             (without the moves within the GPU that an opposite order needs afterwards)
+  mapped    what they copy of engines of the same node, by a kernel on GPUs, verified
   prepared  NIXL's prepared lists of the same pages, blocks in the order of the prompt, as vLLM's NixlConnector does
   pages     one descriptor a page, nothing prepared
 
@@ -26,19 +27,28 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from vllm_kvtier.jobs.transfer_jobs import GroupPull
+from vllm_kvtier.shapes.tp_mapping import map_source_ranks
 from vllm_kvtier.wire.geometry import GroupView, Region
+from vllm_kvtier.wire.messages import HeadRange, RankInfo
 from vllm_kvtier.worker.cache_view import CacheView
+from vllm_kvtier.worker.integrity.checksums import BlockChecksums
 from vllm_kvtier.worker.nixl_pull.descriptors import PageRows, Side
 from vllm_kvtier.worker.nixl_pull.nixl_transport import NixlTransport, Transfer, TransferState
+from vllm_kvtier.worker.peer_fetch import cuda_ipc, process_memory
+from vllm_kvtier.worker.peer_fetch.base import CopyJob
+from vllm_kvtier.worker.peer_fetch.fetch_jobs import make_peer_copier
 
 PAGE = 64 << 10
+HEADS = 8
 
 
 def cache(blocks: int, layers: int, gpu: int | None) -> CacheView:
     device = torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
     memory = torch.randint(0, 255, (layers, blocks, PAGE), dtype=torch.uint8, device=device)
+    inner = PAGE // HEADS // 16
     regions = tuple(
-        Region(f"layer{i}", memory.data_ptr() + i * blocks * PAGE, PAGE, 8, PAGE // 8, 0, 16, PAGE // 128, PAGE // 128)
+        Region(f"layer{i}", memory.data_ptr() + i * blocks * PAGE, PAGE, HEADS, 16 * inner, 0, 16, inner, inner)
         for i in range(layers)
     )
     group = GroupView(0, 16, "full", None, regions)
@@ -57,11 +67,40 @@ def serve(pipe, blocks: int, layers: int, gpu: int | None) -> None:
         torch.cuda.set_device(gpu)
     view = cache(blocks, layers, gpu)
     transport = open_transport("source", view)
+    table, ids = torch.zeros(blocks, dtype=torch.int64, device=view.device), np.arange(blocks)
+    table[:] = BlockChecksums(view).compute(0, ids, keys_of(ids), np.full(blocks, 16))
+    spans, memory = [*view.spans, (table.data_ptr(), blocks * 8)], "DRAM" if gpu is None else "VRAM"
+    shared = process_memory.share(spans) if gpu is None else cuda_ipc.share(spans, view.device)
     if gpu is not None:
         torch.cuda.synchronize()
-    pipe.send((transport.metadata(), view.groups[0]))
+    where = (table.data_ptr(), (HeadRange(0, HEADS),), shared)
+    info = RankInfo(0, "", b"", memory, gpu or 0, blocks, view.groups, view.geometry(), *where)
+    pipe.send((transport.metadata(), info))
     while not pipe.poll(0.0002):
         transport.progress()
+
+
+def keys_of(blocks: np.ndarray) -> np.ndarray:
+    return blocks.astype(np.uint64) + np.uint64(1)
+
+
+class Mapped:
+    """The copier of peer fetches, reading the source's mapped memory."""
+
+    def __init__(self, view: CacheView, source: RankInfo):
+        table = torch.zeros(view.num_blocks, dtype=torch.int64, device=view.device)
+        self._copier = make_peer_copier(view, table)
+        self._copier.add("source", map_source_ranks(view.groups, source.heads, 0, [source]))
+
+    def begin(self, near: np.ndarray, far: np.ndarray):
+        full = np.full(len(far), 16, np.int32)
+        return self._copier.start([CopyJob("source", [GroupPull(0, near, far, keys_of(far), full)])])
+
+
+def finish_copy(copy) -> None:
+    while not copy.done():
+        pass
+    assert not copy.bad(0), f"{len(copy.bad(0))} blocks with wrong checksums"
 
 
 def finish(transport: NixlTransport, handle) -> None:
@@ -70,7 +109,8 @@ def finish(transport: NixlTransport, handle) -> None:
     assert state is TransferState.DONE, state
 
 
-def measure(view, transport, source, tokens, order, repeats, gpu, remote_gpu) -> list[dict]:
+def measure(view, transport, info, mapped, tokens, order, repeats, gpu, remote_gpu) -> list[dict]:
+    source = info.groups[0]
     rng = np.random.default_rng(3)
     n = tokens // 16
     near = far = np.arange(1, n + 1)
@@ -120,16 +160,20 @@ def measure(view, transport, source, tokens, order, repeats, gpu, remote_gpu) ->
         agent.transfer(handle)
         return Transfer(handle, "source", size), len(a)
 
+    def copied():
+        return mapped.begin(near, far), n
+
     results = []
-    for name, begin in (("kvtier", ours), ("prepared", indices), ("pages", pages)):
+    for name, begin in (("kvtier", ours), ("mapped", copied), ("prepared", indices), ("pages", pages)):
         posts, totals, count = [], [], 0
         for i in range(repeats + 1):
             start = time.perf_counter()
             handle, count = begin()
             posted = time.perf_counter()
-            finish(transport, handle)
+            finish_copy(handle) if begin is copied else finish(transport, handle)
             end = time.perf_counter()
-            transport.release(handle)
+            if begin is not copied:
+                transport.release(handle)
             if i:
                 posts.append(posted - start)
                 totals.append(end - start)
@@ -163,12 +207,13 @@ def main() -> None:
         torch.cuda.set_device(mine)
     view = cache(args.blocks, args.layers, mine)
     transport = open_transport("reader", view)
-    metadata, source = pipe.recv()
+    metadata, info = pipe.recv()
     transport.add_peer(metadata, "source")
+    mapped = Mapped(view, info)
     rows = []
     for tokens in args.tokens:
         for order in ("in order", "reverse", "opposite", "scattered"):
-            rows += measure(view, transport, source, tokens, order, args.repeats, mine, theirs)
+            rows += measure(view, transport, info, mapped, tokens, order, args.repeats, mine, theirs)
     pipe.send("done")
     child.join(10)
     if args.out:

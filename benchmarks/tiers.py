@@ -4,8 +4,8 @@ Names of connectors:
 
   none           vLLM without a connector
   idle           a connector that does nothing (connectors/idle_connector.py)
-  kvtier         this project's; kvtier:WORD: with the options of WORD in --variants, and with the package of another
-                 commit if --trees has WORD
+  kvtier         this project's; kvtier:WORD: with the options of WORD in --variants, with the package of another commit
+                 if --trees has WORD, and with copies (worker/tuning.py) or variables as in --tunings, --environments
   offloading     vLLM's OffloadingConnector with its defaults
   offloading256  the same, with chunks of 256 tokens as in LMCache
   lmcache        LMCacheConnectorV1 in the engine's process, with defaults except for the memory
@@ -35,10 +35,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
+import msgspec
 from shares import CONNECTORS, watched
 
 from vllm_kvtier.devtools.engines import Engine, kvtier
 from vllm_kvtier.devtools.processes import ServiceFailed
+from vllm_kvtier.worker import tuning as tunings
 
 ROOT = Path(__file__).resolve().parent.parent
 GIB = 1 << 30
@@ -82,6 +84,11 @@ def add_arguments(parser: argparse.ArgumentParser, several_steps: bool = False) 
     parser.add_argument("--kvtier-options", type=json.loads, default={}, help="JSON, beside store_size")
     parser.add_argument("--variants", type=json.loads, default={}, help="JSON, options by word: kvtier:WORD")
     parser.add_argument("--trees", type=json.loads, default={}, help="JSON, folder with another vllm_kvtier by word")
+    parser.add_argument(
+        "--tunings", type=json.loads, default={},
+        help='JSON by word: changes of the store and the load choices, {"wide": {"store": {"programs": 264}}}',
+    )  # fmt: skip
+    parser.add_argument("--environments", type=json.loads, default={}, help="JSON, variables of an engine by word")
     parser.add_argument("--host-gib", type=float, help="host memory a connector (default: 1.2 times what is needed)")
     turns = "runs with one file start their engines at once, and measure one after the other"
     parser.add_argument("--device-lock", type=Path, metavar="FILE", help=turns)
@@ -224,10 +231,14 @@ class Peer:
             run = Path(args.logs) / f"run-{word}"
             run.mkdir(parents=True, exist_ok=True)
             options = {"store_size": str(host), "store_idle_seconds": 20, **args.kvtier_options}
-            if word and word not in args.variants and word not in args.trees:
-                raise SystemExit(f"neither --variants nor --trees has {word!r}")
+            known = (args.variants, args.trees, args.tunings, args.environments)
+            if word and not any(word in each for each in known):
+                raise SystemExit(f"none of --variants, --trees, --tunings and --environments has {word!r}")
             options |= args.variants.get(word, {})
-            return kvtier(options), {"XDG_RUNTIME_DIR": str(run), **other_tree(args.trees.get(word))}
+            env = {"XDG_RUNTIME_DIR": str(run), **other_tree(args.trees.get(word)), **args.environments.get(word, {})}
+            if word in args.tunings:
+                env |= tuned(device(args), args.tunings[word], run)
+            return kvtier(options), env
         if connector in ("offloading", "offloading256"):
             extra: dict = {"cpu_bytes_to_use": host}
             if connector == "offloading256":
@@ -422,6 +433,17 @@ def device(args: argparse.Namespace) -> str:
         return "cpu"
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader", f"--id={args.gpu}"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def tuned(device: str, changes: dict[str, dict], home: Path) -> dict[str, str]:
+    """Variables of an engine whose copies on ``device`` have these ``changes``, of "store" and "load" choices. They are
+    written below ``home``. Raises ValueError for an impossible choice."""
+    tuning = msgspec.structs.replace(tunings.MEASURED.get(device, tunings.DEFAULT), device=device)
+    for direction, values in changes.items():
+        tuning = tunings.changed(tuning, direction, **values)
+    usual = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm"
+    tunings.save(tuning, home)
+    return {"XDG_CACHE_HOME": str(home), "VLLM_CACHE_ROOT": os.environ.get("VLLM_CACHE_ROOT") or str(usual)}
 
 
 def facts(args: argparse.Namespace, peers: list[Peer]) -> dict:

@@ -16,7 +16,7 @@ from context_fakes import engine_of
 from store_support import BLOCK_PAGES, EVERYTHING, RawClient, items_of
 
 from vllm_kvtier.config import KVTierConfig
-from vllm_kvtier.scheduler.admin.explain import stretches, tier_source
+from vllm_kvtier.scheduler.admin.explain import spans_in_tokens, tier_source
 from vllm_kvtier.scheduler.leases.exports import ExportTable, LeaseKind
 from vllm_kvtier.scheduler.leases.lease_server import LeaseServer, LeaseServerEvents
 from vllm_kvtier.store import protocol as sm
@@ -45,7 +45,7 @@ class FakeEngine:
         self.namespace, self.gpu_cache, self.exported = namespace, {}, {}
         self.reactor = Reactor("fake-engine")
         self.silent = False
-        self.weighed, self.lent, self.words = [], [], []
+        self.load_decisions, self.lent, self.words = [], [], []
         table = ExportTable(HASH_BLOCK_SIZE, {LeaseKind.HANDOFF: 1000, LeaseKind.RETAINED: 1000})
         self.endpoint = LeaseServer(
             engine_of(self.reactor, KVTierConfig(**options)), table, key,
@@ -129,7 +129,8 @@ class FakeEngine:
         said = dict(
             question=question.question, prompt=len(text), hash_block_size=HASH_BLOCK_SIZE,
             gpu_cache=self.gpu_cache.get(asked, 0),
-            exported=self.exported.get(asked, 0), pull_threshold=64, weighed=self.weighed, engines=self.lent,
+            exported=self.exported.get(asked, 0), pull_threshold=64,
+            load_decisions=self.load_decisions, peers=self.lent,
         )  # fmt: skip
         if self._client is None:
             answer(m.Explanation(**said, problem="it uses no node store (option store: off)"))
@@ -140,8 +141,8 @@ class FakeEngine:
             answer(
                 m.Explanation(
                     **said, stored=found.num_hash_blocks * HASH_BLOCK_SIZE, store=self._client.instance,
-                    store_seconds=found.seconds, known_seconds=found.known,
-                    stretches=stretches(found.spans, cache_groups([(HASH_BLOCK_SIZE, None)]), len(text)),
+                    store_seconds=found.seconds, history_seconds=found.known,
+                    spans=spans_in_tokens(found.spans, cache_groups([(HASH_BLOCK_SIZE, None)]), len(text)),
                     tiers=[tier_source(tier, HASH_BLOCK_SIZE) for tier in found.tiers],
                 )
             )  # fmt: skip

@@ -28,7 +28,7 @@ from vllm_kvtier.doctor.engines.server import Server
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.jobs.results import ABORTED, FetchResult, LoadResult
 from vllm_kvtier.scheduler.admin.admin_requests import AdminRequests
-from vllm_kvtier.scheduler.admin.explain import MAX_SPANS, stretches
+from vllm_kvtier.scheduler.admin.explain import MAX_SPANS, spans_in_tokens
 from vllm_kvtier.scheduler.leases.lease_client import REFUSAL_CODES, LeaseClient, PendingLease, _Connection
 from vllm_kvtier.scheduler.leases.lease_server import SERVE_AFTER_REFUSAL_SECONDS
 from vllm_kvtier.scheduler.matching.request_lifecycle import RequestLifecycle, State
@@ -219,7 +219,7 @@ def test_admin_requests_that_continue_run_one_per_step():
 
 def test_block_spans_are_bounded_by_the_message():
     spans = [[sm.Span(1, "memory" if i % 2 else "") for i in range(sm.MAX_SPANS)] for _ in range(3)]
-    told = stretches(spans, cache_groups([(4, None), (4, None), (4, 64)]), 4 * sm.MAX_SPANS)
+    told = spans_in_tokens(spans, cache_groups([(4, None), (4, None), (4, 64)]), 4 * sm.MAX_SPANS)
     assert len(told) == MAX_SPANS and told[0] == m.ExplainedSpan(0, 0, 4, "")
 
 
@@ -245,7 +245,7 @@ def test_adapters_added_during_lookup_by_name_are_tolerated():
 @pytest.mark.parametrize("name", ["[fd00::1]:7200", "[/red]:7200", "[bold]:1"])
 def test_inspect_shows_address_with_brackets_unchanged(name):
     console = Console(width=120, record=True, file=io.StringIO())
-    found = m.Explanation(1, 100, 16, engines=[m.Source(name, 64)], tiers=[m.Source("[/x]", 3, "ready")])
+    found = m.Explanation(1, 100, 16, peers=[m.Source(name, 64)], tiers=[m.Source("[/x]", 3, "ready")])
     show("here:1", found, console)
     text = console.export_text()
     assert f"peer {name}" in text and "with [/x]" in text

@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from cache_groups import cache_groups, needs
 from vllm.v1 import kv_cache_interface
 from vllm.v1.core import single_type_kv_cache_manager as managers
@@ -13,6 +14,7 @@ import vllm_kvtier
 from vllm_kvtier import cache_kinds
 from vllm_kvtier.cache_kinds import KINDS, CacheGroup
 from vllm_kvtier.scheduler.context import BlockGeometry
+from vllm_kvtier.vllm_compat.layout.groups import cache_group
 
 PACKAGE = Path(vllm_kvtier.__file__).parent
 MANAGERS = {
@@ -71,6 +73,23 @@ def test_draft_layers_kv_that_depends_on_other_tokens_is_computed_again(window):
     states = [*groups, CacheGroup(4, KINDS["mamba"]())]
     behind_states = BlockGeometry(states, 4, draft_lookahead=1)
     assert behind_states.usable_tokens(48, 50) == 48, "behind a state no token can be computed again"
+
+
+@pytest.mark.parametrize("modules", [1, 2, 3, 4])
+def test_stored_window_suffices_for_chained_draft_modules(modules):
+    """vLLM keeps a token more before a window for each draft module behind the first, and a connector must fill what
+    it gives a request. Of a hit the draft modules' last positions are computed again."""
+    sizes = {"block_size": 16, "num_kv_heads": 1, "head_size": 64, "dtype": torch.bfloat16}
+    windows = kv_cache_interface.SlidingWindowSpec(**sizes, sliding_window=128, extra_retained_tokens=modules - 1)
+    whole = kv_cache_interface.FullAttentionSpec(**sizes)
+    groups = [cache_group(SimpleNamespace(kv_cache_spec=spec)) for spec in (whole, windows)]
+    geometry = BlockGeometry(groups, 16, draft_lookahead=modules)
+    manager = SimpleNamespace(sliding_window=128, extra_retained_tokens=modules - 1)
+    for hit in range(16, 800, 16):
+        tokens = geometry.usable_tokens(hit, 1000)
+        given = MANAGERS["sliding"].get_num_skipped_tokens(manager, tokens) // 16
+        assert groups[1].num_skipped_blocks(tokens) == given, "which blocks vLLM gives"
+        assert groups[1].first_needed_block(hit) <= given, "a store's hit has them"
 
 
 def test_cache_kinds_are_found_by_specification_and_layer_type():

@@ -42,7 +42,7 @@ def test_bench_copies_are_byte_exact():
     mover = copies.CopyRunner(on, "raw")
     try:
         moved, took = mover.load(0.01)
-        count = mover._count
+        count = mover.count
         assert moved % copies.BLOCK_BYTES == 0 and took > 0
         while mover._at:  # until each block was loaded
             mover.load(0.0)

@@ -77,7 +77,7 @@ def test_inspect_shows_tiers_and_removal_reasons(make, given, store):
         tool.ask(sm.Clear(1))
     engine.stores(TEXT[:32])
     engine.lent = [wm.Source("127.0.0.1:7200", 64)]
-    engine.weighed = [wm.LoadEstimate("peer_gpu", 32, 64, True, "not_measured", 0.001)]
+    engine.load_decisions = [wm.LoadEstimate("peer_gpu", 32, 64, True, "not_measured", 0.001)]
     given += ["--endpoint", engine.address]
     found = json.loads(CliRunner().invoke(app, [*given, "--json"]).stdout)["engines"][0]
     assert found["stored_tokens"] == 32 and found["peers"] == [{"endpoint": "127.0.0.1:7200", "tokens": 64}]

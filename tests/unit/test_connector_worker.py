@@ -15,15 +15,18 @@ from worker_halves import contain_with, worker_without_threads
 
 from vllm_kvtier.containment import Containment
 from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.jobs.results import PullResult
 from vllm_kvtier.jobs.transfer_jobs import PullJob, StepWork
 from vllm_kvtier.telemetry.stats import Counters
 from vllm_kvtier.vllm_compat.hooks.idle_hook import share_interpreter
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.link import LinkServer
 from vllm_kvtier.wire.reactor import Reactor
+from vllm_kvtier.worker import peer_exchange
 from vllm_kvtier.worker.connector_worker import KVTierConnectorWorker
 from vllm_kvtier.worker.context import CacheSetup
 from vllm_kvtier.worker.nixl_pull.exported_memory import Pending
+from vllm_kvtier.worker.peer_fetch.fetch_worker import IDLE_SECONDS
 
 
 @pytest.fixture
@@ -103,6 +106,39 @@ def test_worker_step_without_work_polls_stores_when_due(half):
         assert half.end_step(StepWork(step)) is None
     half.end_step(StepWork(3, idle=True))
     assert calls == [1, 2, False, 3, True]
+
+
+@pytest.mark.parametrize(("idle", "young", "polls"), [(True, 1, 3), (False, 1, 1), (True, 0, 1)])
+def test_worker_idle_step_waits_for_young_pull_only(half, monkeypatch, idle, young, polls):
+    """vLLM hears of its end with this step instead of the next one."""
+    clock, pull = [100.0], ["r"]
+    fake = SimpleNamespace(monotonic=lambda: clock[0], sleep=lambda seconds: clock.__setitem__(0, clock[0] + seconds))
+    monkeypatch.setattr(peer_exchange, "time", fake)
+    seen = []
+
+    def poll(quick):
+        seen.append(quick)
+        return [PullResult(pull.pop(), set(), False, "", 1, 0.1)] if len(seen) == 3 else []
+
+    ready(half)
+    half._exchange.memory.on_device = True
+    half._exchange.pulls = SimpleNamespace(active=True, poll=poll, num_young=lambda: young and len(pull))
+    half._exchange.collect(idle)
+    assert len(seen) == polls and all(seen)
+    assert [result.request_id for result in half._jobs._done] == ["r"][: polls == 3]
+
+
+def test_worker_idle_step_waits_no_longer_than_its_time(half, monkeypatch):
+    clock, seen = [100.0], []
+    fake = SimpleNamespace(monotonic=lambda: clock[0], sleep=lambda seconds: clock.__setitem__(0, clock[0] + seconds))
+    monkeypatch.setattr(peer_exchange, "time", fake)
+    ready(half)
+    half._exchange.memory.on_device = True
+    poll = lambda quick: seen.append(quick) or []  # noqa: E731
+    half._exchange.pulls = SimpleNamespace(active=True, poll=poll, num_young=lambda: 1)
+    half._exchange.collect(True)
+    assert 100 + IDLE_SECONDS <= clock[0] < 100 + IDLE_SECONDS + 2 * peer_exchange.POLL_SECONDS
+    assert len(seen) == round((clock[0] - 100) / peer_exchange.POLL_SECONDS) + 1
 
 
 def test_worker_suspended_runs_no_queued_copy(half, monkeypatch):

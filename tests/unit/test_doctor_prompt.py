@@ -153,12 +153,12 @@ def test_doctor_prompt_with_missing_middle_block_is_explained(make, store, asked
 def test_doctor_prompt_cached_but_compute_is_faster(make, store, asked):
     engine = make(FakeEngine, store=store.path)
     engine.stores(TEXT)
-    engine.weighed = [wm.LoadEstimate("host", 0, 224, False, "slower", 0.025, 0.004)]
+    engine.load_decisions = [wm.LoadEstimate("host", 0, 224, False, "slower", 0.025, 0.004)]
     code, checks = asked([engine])
     assert code == 1 and len(checks) == 1
     words = "compute tokens 0 to 224 of the store's memory: load 25.0 ms, compute 4.0 ms (computing is faster)"
     assert words in checks[0]["message"]
-    engine.weighed = [wm.LoadEstimate("host", 0, 224, True, "faster", 0.002, 0.004)]
+    engine.load_decisions = [wm.LoadEstimate("host", 0, 224, True, "faster", 0.002, 0.004)]
     code, checks = asked([engine])
     assert code == 0 and "all 224 tokens" in checks[0]["message"]
 
@@ -166,10 +166,10 @@ def test_doctor_prompt_cached_but_compute_is_faster(make, store, asked):
 def test_doctor_prompt_on_peer_gpu_is_reported(make, store, asked):
     engine = make(FakeEngine, store=store.path)
     engine.lent = [wm.Source("127.0.0.1:7200", 224)]
-    engine.weighed = [wm.LoadEstimate("peer_gpu", 0, 224, True, "faster", 0.002, 0.004)]
+    engine.load_decisions = [wm.LoadEstimate("peer_gpu", 0, 224, True, "faster", 0.002, 0.004)]
     code, checks = asked([engine])
     assert code == 0 and "GPU cache of peer 127.0.0.1:7200 224" in checks[0]["message"]
-    engine.weighed = [wm.LoadEstimate("peer_gpu", 0, 224, False, "below_threshold", 0.0)]
+    engine.load_decisions = [wm.LoadEstimate("peer_gpu", 0, 224, False, "below_threshold", 0.0)]
     code, checks = asked([engine])
     assert code == 1 and "fewer than pull_threshold" in checks[0]["message"]
     assert "never stored" in checks[1]["message"]

@@ -13,7 +13,7 @@ from vllm.lora.request import LoRARequest
 
 from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.doctor import removal_text
-from vllm_kvtier.scheduler.admin.explain import Explainer, stretches
+from vllm_kvtier.scheduler.admin.explain import Explainer, spans_in_tokens
 from vllm_kvtier.scheduler.admin.gpu_prefix import gpu_prefix
 from vllm_kvtier.scheduler.engine_identity import EngineIdentity
 from vllm_kvtier.scheduler.planner.load_planner import LoadPlanner
@@ -94,11 +94,11 @@ def test_explain_reports_tiers():
     found = world.explain(holding(5, spans, tiers=tiers, holders=[sm.Holder("h", 7, "i", 6)]))
     assert (found.question, found.prompt, found.hash_block_size) == (3, 42, HASH_BLOCK_SIZE)
     assert (found.gpu_cache, found.exported, found.stored) == (8, 4, 20)
-    assert [(s.start, s.end, s.place, s.removal_reason) for s in found.stretches] == [
+    assert [(s.start, s.end, s.tier, s.removal_reason) for s in found.spans] == [
         (0, 20, "memory", 0), (20, 28, "disk", 0), (28, 40, "", RemovalReason.EVICTED)
     ]  # fmt: skip
     assert found.tiers == [m.Source("disk", 28, "ready"), m.Source("nodes", None, "unavailable", "no net")]
-    assert found.engines == [m.Source("h:7", 24)] and found.store == "life" and found.problem == ""
+    assert found.peers == [m.Source("h:7", 24)] and found.store == "life" and found.problem == ""
     assert world.asked[0][0] == [bytes(each) for each in make_request("r", TOKENS, HASH_BLOCK_SIZE).block_hashes]
 
 
@@ -110,7 +110,7 @@ def test_explain_reports_load_decision(token_seconds, policy, load, reason):
     world = World(load_policy=policy)
     measured(world.planner, token_seconds)
     before = world.planner._cost("host").slow
-    (weighed,) = world.explain(holding(10)).weighed
+    (weighed,) = world.explain(holding(10)).load_decisions
     assert (weighed.source, weighed.start, weighed.end, weighed.load, weighed.reason) == ("host", 0, 40, load, reason)
     assert weighed.load_seconds == pytest.approx(0.04, rel=0.2) and weighed.compute_seconds is not None
     assert world.planner._cost("host").slow == before, "a question is no decision"
@@ -119,21 +119,21 @@ def test_explain_reports_load_decision(token_seconds, policy, load, reason):
 def test_explain_reports_peer_gpu():
     world = World(pull_threshold=16)
     holder = sm.Holder("h", 7, "i", 10)
-    (weighed,) = world.explain(holding(0, holders=[holder])).weighed
+    (weighed,) = world.explain(holding(0, holders=[holder])).load_decisions
     assert (weighed.source, weighed.end, weighed.load, weighed.reason) == ("peer_gpu", 40, True, "not_measured")
     world = World(pull_threshold=64)
-    (weighed,) = world.explain(holding(0, holders=[holder])).weighed
+    (weighed,) = world.explain(holding(0, holders=[holder])).load_decisions
     assert not weighed.load and weighed.reason == "below_threshold"
     world = World()
     world.cache(10)
-    assert not world.explain(holding(10, holders=[holder])).weighed, "its prefix cache has it all"
+    assert not world.explain(holding(10, holders=[holder])).load_decisions, "its prefix cache has it all"
 
 
 def test_explain_reports_obstacles():
     assert "store: off" in World(tier=False).explain().problem
     world = World()
     found = world.explain(Failed("it hangs"))
-    assert found.problem == "it hangs" and found.stored == 0 and not found.stretches
+    assert found.problem == "it hangs" and found.stored == 0 and not found.spans
     world = World()
     world.explainer._info.max_tokens = 16
     assert "at most 16" in world.explain(holding(0)).problem and len(world.asked[0][0]) == 4
@@ -164,28 +164,29 @@ def test_explain_uses_salt_and_adapter_in_block_hashes(monkeypatch, tmp_path):
 def test_explain_reports_only_lookup_windows():
     full, sliding = cache_groups([(HASH_BLOCK_SIZE, None), (HASH_BLOCK_SIZE, 8)])
     rows = [[sm.Span(6, "memory"), sm.Span(4, "", int(RemovalReason.CLEARED))], [sm.Span(3, ""), sm.Span(7, "memory")]]
-    told = stretches(rows, [full, sliding], 40)
-    assert [(s.group, s.start, s.end, s.place) for s in told] == [
+    told = spans_in_tokens(rows, [full, sliding], 40)
+    assert [(s.group, s.start, s.end, s.tier) for s in told] == [
         (0, 0, 24, "memory"), (0, 24, 40, ""), (1, 12, 40, "memory")
     ], "what the window before token 24 does not reach is no cause of anything"  # fmt: skip
     rows[1] = [sm.Span(5, "memory"), sm.Span(5, "")]
-    assert [(s.start, s.end) for s in stretches(rows, [full, sliding], 40) if s.group and not s.place] == [(20, 40)]
+    gone = [s for s in spans_in_tokens(rows, [full, sliding], 40) if s.group and not s.tier]
+    assert [(s.start, s.end) for s in gone] == [(20, 40)]
     rows[1] = [sm.Span(6, "memory"), sm.Span(4, "")]
-    assert [(s.start, s.end) for s in stretches(rows, [full, sliding], 40) if s.group] == [(0, 24)], (
+    assert [(s.start, s.end) for s in spans_in_tokens(rows, [full, sliding], 40) if s.group] == [(0, 24)], (
         "nor what is behind"
     )
-    alone = stretches([[sm.Span(7, ""), sm.Span(3, "memory")]], [sliding], 40)
-    assert [(s.start, s.end, s.place) for s in alone] == [(28, 40, "memory")]
+    alone = spans_in_tokens([[sm.Span(7, ""), sm.Span(3, "memory")]], [sliding], 40)
+    assert [(s.start, s.end, s.tier) for s in alone] == [(28, 40, "memory")]
 
 
 def test_explain_state_that_vllm_did_not_keep_is_no_missed_prompt():
     groups = [*cache_groups([(HASH_BLOCK_SIZE, None)]), mamba(2 * HASH_BLOCK_SIZE)]
     rows = [[sm.Span(6, "memory"), sm.Span(4, "")], [sm.Span(1, ""), sm.Span(1, "memory"), sm.Span(3, "")]]
-    told = [span for span in stretches(rows, groups, 40) if not span.place]
+    told = [span for span in spans_in_tokens(rows, groups, 40) if not span.tier]
     assert [(s.group, s.start, s.end, s.removal_reason) for s in told] == [(0, 24, 40, 0), (1, 16, 40, 10)]
     assert removal_text.short(told[1]) == "no state stored" and removal_text.key(told[1]) == "no_state"
     rows[1][-1] = sm.Span(3, "", int(RemovalReason.EVICTED))
-    assert stretches(rows, groups, 40)[-1].removal_reason == RemovalReason.EVICTED
+    assert spans_in_tokens(rows, groups, 40)[-1].removal_reason == RemovalReason.EVICTED
 
 
 @pytest.mark.parametrize("alone", [False, True])

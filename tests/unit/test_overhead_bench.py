@@ -17,6 +17,8 @@ import overhead
 import shares
 import tiers
 
+from vllm_kvtier.worker import tuning as tunings
+
 
 class Peer:
     """Its times to the first token are those of a list; it fails when that is empty."""
@@ -104,6 +106,26 @@ def test_overhead_bench_ablation_has_known_options():
 
     for options in overhead.ABLATION.values():
         KVTierConfig.from_extra_config(options)
+
+
+def test_bench_engine_of_a_tuning_uses_changed_copies(tmp_path, monkeypatch):
+    env = tiers.tuned("NVIDIA H200", {"store": {"programs": 264}}, tmp_path)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    changed, usual = tunings.for_device("NVIDIA H200"), tunings.MEASURED["NVIDIA H200"]
+    assert {rule.choice.programs for rule in changed.store} == {264} and changed.load == usual.load
+    with pytest.raises(ValueError, match="impossible choice"):
+        tiers.tuned("NVIDIA H200", {"load": {"programs": 0}}, tmp_path)
+
+
+def test_bench_words_need_a_meaning(root, tmp_path):
+    known = {"variants": {}, "trees": {}, "tunings": {}}
+    words = {"queues": {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}}
+    args = argparse.Namespace(logs=tmp_path, kvtier_options={}, gpu=None, environments=words, **known)
+    _, env = tiers.Peer._transfer("kvtier:queues", 1 << 30, args)
+    assert env["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
+    with pytest.raises(SystemExit, match="has 'quees'"):
+        tiers.Peer._transfer("kvtier:quees", 1 << 30, args)
 
 
 def test_timed_connector_counts_methods_between_two_signals(tmp_path, monkeypatch):

@@ -111,6 +111,21 @@ def test_staged_pull_of_block_larger_than_a_chunk_is_refused():
     assert result.failed and f"whose chunks have {ring.chunk_bytes} bytes" in result.reason
 
 
+@pytest.mark.parametrize("what", ["memory", "NIXL"])
+def test_staged_pulls_work_once_their_ring_could_be_made(what, monkeypatch):
+    """The GPU's memory may be short for a while."""
+    pair = StagedPair()
+
+    def fail(*_):
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as short:
+        short.setattr(*((staged_reads, "_Ring") if what == "memory" else (pair.transport, "register")), fail)
+        assert pair.start([1], [2]).failed
+    assert pair.start([1], [2]) is None and not pair.run()[0].failed and pair.landed(1, 2)
+    assert pair.pulls._staged.ring.span in pair.transport.registered
+
+
 def test_staged_pull_ends_with_the_cache():
     pair = StagedPair()
     pair.transport.polls = 100

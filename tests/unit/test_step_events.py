@@ -228,6 +228,26 @@ def test_blocks_of_a_step_are_read_behind_its_drafts(engine, drafts, saves):
     assert [place for step, place in read if step == "checksums"] == [dict(expected)[2]]
 
 
+def test_pull_that_waits_for_the_drafts_is_not_taken_for_lost(engine):
+    """After an internal error jobs that no part of the worker knows are failed. vLLM would compute in its blocks, or
+    give them to others, while the pull writes them."""
+    pair, connector, worker = engine.pair, engine.connector, engine.half
+    pair.there.compute_checksums([batch_of([3, 4])], None)
+    connector._drafts, worker._reactor.errors = True, 1
+    work = StepWork(1, pulls=[pair.order(pull_of([5], [3]))])
+    connector.bind_connector_metadata(StepMetadata(work))
+    engine.device.launch()
+    connector.get_finished(set())
+    while worker.queued:
+        worker.queued.pop(0)()
+    connector.wait_for_save()
+    engine.device.run(1)
+    results = []
+    while pair.pulls.active or worker.queued:
+        results += engine.drive()
+    assert [result.failed for result in results + worker.collect().results] == [False] and pair.equal(5, 3)
+
+
 def test_sync_loads_wait_for_work_launched_before(engine):
     begun = []
     engine.with_store_and_peers()

@@ -44,7 +44,7 @@ def inspect(
 def told(holding: m.Explained) -> list[tuple[int, str, int]]:
     (row,) = holding.spans
     assert all(0 <= span.newest <= span.oldest <= holding.seconds for span in row)
-    return [(span.blocks, span.place, span.removal_reason) for span in row]
+    return [(span.blocks, span.tier, span.removal_reason) for span in row]
 
 
 def fill_up(engine: Engine, times: int = 1) -> None:

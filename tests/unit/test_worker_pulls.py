@@ -1,5 +1,6 @@
 """Pulls of a worker: with a transport that copies, corrupts, stalls and breaks, and with NIXL itself."""
 
+import contextlib
 import dataclasses
 import threading
 from types import SimpleNamespace
@@ -290,6 +291,25 @@ def test_pulls_unexpected_error_fails_one_pull_only(monkeypatch):
     results = {r.request_id: r for r in pair.pulls.poll() + pair.pulls.poll()}
     assert results["bad"].failed and results["bad"].bad_blocks == {5}
     assert not results["good"].failed and not pair.pulls.active
+
+
+def test_pulls_check_that_fails_halfway_waits_for_its_kernels(monkeypatch):
+    """Such as without memory: the pull is reported failed then, and vLLM may reuse its blocks."""
+    pair = Pair(groups=2)
+    pair.there.compute_checksums([batch_of([3]), batch_of([7], group=1)], None)
+    memory, enqueued, compute = pair.here, [], pair.here._checks.compute
+
+    def kernel(group, *rest):
+        if group:
+            raise RuntimeError("out of memory")
+        enqueued.append(group)
+        return compute(group, *rest)
+
+    monkeypatch.setattr(memory._checks, "compute", kernel)
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    memory._stream = SimpleNamespace(synchronize=enqueued.clear)
+    assert pair.run(pair.order(pull_of([5], [3]), pull_of([8], [7], group=1))).failed
+    assert not enqueued
 
 
 def test_pulls_many_at_once():

@@ -99,13 +99,13 @@ class CopyRunner:
         pool = (mapped.address, mapped.nbytes, mapped)
         if on.device == "cuda":  # a CUDA copier keeps a tensor alive
             pool = (mapped.address, mapped.nbytes, torch.frombuffer(mapped.buffer, dtype=torch.uint8))
-        self._copier = make_copier(on.view, pool, [self._layout], [0], tuning)
+        self.copier = make_copier(on.view, pool, [self._layout], [0], tuning)
         for start in range(0, mapped.nbytes, PIECE_BYTES):
-            self._copier.register(start, PIECE_BYTES)
-        self._copier.warm_up()
-        least = CALL_BYTES if on.device == "cuda" else self._copier.piece_bytes
+            self.copier.register(start, PIECE_BYTES)
+        self.copier.warm_up()
+        least = CALL_BYTES if on.device == "cuda" else self.copier.piece_bytes
         self._step = min(on.blocks, max(1, least // self._layout.nbytes))
-        self._count, self._wait = on.blocks, 0.0 if on.device == "cpu" else 20e-6
+        self.count, self._wait = on.blocks, 0.0 if on.device == "cpu" else 20e-6
         self._ahead = CALLS_AHEAD if on.device == "cuda" else 1
         self._at = 0
         self._stored = False
@@ -115,29 +115,35 @@ class CopyRunner:
 
     def load(self, seconds: float) -> tuple[int, float]:
         """Load stored blocks; store all of them first if needed. Raises KVTierError for a wrong checksum."""
-        if not self._stored:
-            for at in range(0, self._count, self._step):
-                self._finish(self._begin("store", at))
-            self._stored = True
+        self.store_all()
         return self._run("load", seconds)
+
+    def store_all(self) -> None:
+        """If that was not done yet: what is loaded must have been stored."""
+        if not self._stored:
+            for at in range(0, self.count, self._step):
+                self._finish(self.enqueue("store", at, self._step)[0])
+            self._stored = True
 
     def _run(self, direction: str, seconds: float) -> tuple[int, float]:
         begun, moved, under_way = time.perf_counter(), 0, []
         while True:
             more = time.perf_counter() - begun < seconds or not moved
             if more and len(under_way) < self._ahead:
-                under_way.append(self._begin(direction, self._at))
-                moved += min(self._step, self._count - self._at) * BLOCK_BYTES
-                self._at = self._at + self._step if self._at + self._step < self._count else 0
+                copy, blocks = self.enqueue(direction, self._at, self._step)
+                under_way.append(copy)
+                moved += blocks * BLOCK_BYTES
+                self._at = (self._at + blocks) % self.count
             elif under_way:
                 self._finish(under_way.pop(0))
             else:
                 return moved, time.perf_counter() - begun
 
-    def _begin(self, direction: str, at: int):
-        call = self._copier.store if direction == "store" else self._copier.load
-        rows = slice(at, min(at + self._step, self._count))
-        return call(0, self._blocks[direction][rows], self._keys[rows], self._slots[rows])
+    def enqueue(self, direction: str, at: int, count: int, after: "torch.cuda.Event | None" = None):
+        """Begin to copy ``count`` blocks, or those that are left, from number ``at`` on; the copy and their number."""
+        call = self.copier.store if direction == "store" else self.copier.load
+        rows = slice(at, min(at + count, self.count))
+        return call(0, self._blocks[direction][rows], self._keys[rows], self._slots[rows], after), rows.stop - at
 
     def _finish(self, copy) -> None:
         while not copy.done():
@@ -146,7 +152,7 @@ class CopyRunner:
             raise KVTierError("a block came back with a wrong checksum: this machine's memory or link is broken")
 
     def close(self) -> None:
-        self._copier.close()
+        self.copier.close()
 
 
 def limits(on: Scene) -> dict:

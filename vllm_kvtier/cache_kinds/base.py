@@ -47,6 +47,8 @@ class CacheKind(ABC):
     layer_types: ClassVar[tuple[str, ...]] = ()
     # The field of ``window`` in the specification, which is also its name in a model's configuration; "": no window.
     window_field: ClassVar[str] = ""
+    # The field of the tokens before the window that vLLM keeps too: a reader's blocks begin there.
+    retained_field: ClassVar[str] = ""
     # Whether a prefix needs every block from its first token on. Such blocks are stored behind their parents only, and
     # a lookup ends at the first that is missing.
     whole_prefix: ClassVar[bool]

@@ -1,4 +1,4 @@
-"""Attention over the last ``window`` tokens, the token itself included."""
+"""Attention over the last ``window`` tokens, the token itself included, and the tokens that vLLM keeps before these."""
 
 from typing import ClassVar
 
@@ -11,6 +11,7 @@ class SlidingWindow(CacheKind):
     layer_types: ClassVar[tuple[str, ...]] = ("sliding_attention",)
     models: ClassVar = {"sliding windows": "Gemma 2, 3 and 4, gpt-oss, Cohere 2, MiMo, Step 3.5"}
     window_field = "sliding_window"
+    retained_field = "extra_retained_tokens"  # chained draft modules compute the last tokens again
     whole_prefix = False
 
     def num_skipped_tokens(self, computed: int) -> int:

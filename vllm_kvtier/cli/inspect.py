@@ -77,30 +77,21 @@ def as_object(address: str, found: Explanation | str) -> dict:
     if isinstance(found, str):
         return {"endpoint": address, "unknown": found}
     return {
-        "endpoint": address,
-        "block_tokens": found.hash_block_size,
-        "gpu_cache_tokens": found.gpu_cache,
-        "exported_tokens": found.exported,
-        "stored_tokens": found.stored,
-        "peers": [{"endpoint": each.name, "tokens": each.tokens} for each in found.engines],
+        "endpoint": address, "block_tokens": found.hash_block_size, "gpu_cache_tokens": found.gpu_cache,
+        "exported_tokens": found.exported, "stored_tokens": found.stored,
+        "peers": [{"endpoint": each.name, "tokens": each.tokens} for each in found.peers],
         "tiers": msgspec.to_builtins(found.tiers),
-        "store_seconds": found.store_seconds,
-        "history_seconds": found.known_seconds,
+        "store_seconds": found.store_seconds, "history_seconds": found.history_seconds,
         "spans": [
             {
-                "group": each.group,
-                "start": each.start,
-                "end": each.end,
-                "tier": each.place,
+                "group": each.group, "start": each.start, "end": each.end, "tier": each.tier,
                 "removal_reason": removal_text.key(each),
-                "newest_seconds": each.newest,
-                "oldest_seconds": each.oldest,
+                "newest_seconds": each.newest, "oldest_seconds": each.oldest,
             }
-            for each in found.stretches
+            for each in found.spans
         ],
-        "load_decisions": msgspec.to_builtins(found.weighed),
-        "problem": found.problem,
-    }
+        "load_decisions": msgspec.to_builtins(found.load_decisions), "problem": found.problem,
+    }  # fmt: skip
 
 
 def show(address: str, found: Explanation | str, console: Console) -> None:
@@ -116,14 +107,13 @@ def show(address: str, found: Explanation | str, console: Console) -> None:
         table.add_column("of the prompt", no_wrap=True)
     for tier, tokens, note in _tiers(found):
         full = round(bar * min(1.0, (tokens or 0) / found.prompt)) if found.prompt else 0
-        drawn = (
-            Text(note, style="yellow") if note else Text.assemble(("█" * full, "green"), ("░" * (bar - full), "dim"))
-        )
-        table.add_row(*[Text(tier), "?" if tokens is None else f"{tokens:,}", drawn][: len(table.columns)])
+        drawn = Text.assemble(("█" * full, "green"), ("░" * (bar - full), "dim"))
+        cells = Text(tier), "?" if tokens is None else f"{tokens:,}", Text(note, style="yellow") if note else drawn
+        table.add_row(*cells[: len(table.columns)])
     console.print(table)
     for line in _missing(found):
         console.print(line, soft_wrap=True)
-    for each in found.weighed:
+    for each in found.load_decisions:
         console.print(f"  it would {removal_text.decision(each)}", soft_wrap=True, markup=False)
     if found.problem:
         console.print(Text(f"  {found.problem}", style="yellow"), soft_wrap=True)
@@ -133,32 +123,25 @@ def _tiers(found: Explanation) -> Iterator[tuple[str, int | None, str]]:
     """(tier, tokens of its longest prefix or None if not known, a note to show instead of a bar)."""
     yield "GPU cache", found.gpu_cache, ""
     yield "exported", found.exported, ""
-    for engine in found.engines:
-        yield f"peer {engine.name}", engine.tokens, ""
+    for peer in found.peers:
+        yield f"peer {peer.name}", peer.tokens, ""
     yield "store memory", found.stored, ""
     for tier in found.tiers:
-        unwell = tier.state not in ("", "ready")
-        name = _TIERS.get(tier.name, tier.name)
-        if unwell:
-            yield f"with {name}", tier.tokens, f"{tier.state}: {tier.reason}"
-        elif tier.tokens is not None:
-            yield f"with {name}", tier.tokens, ""
+        note = "" if tier.state in ("", "ready") else f"{tier.state}: {tier.reason}"
+        if note or tier.tokens is not None:
+            yield f"with {_TIERS.get(tier.name, tier.name)}", tier.tokens, note
 
 
 def _missing(found: Explanation) -> Iterator[Text]:
     """A line for each span that is not in memory, in order."""
     gaps = removal_text.missing(found, 0, found.prompt)
     for each in gaps[:_MAX_SPANS]:
-        group = (
-            f" of KV cache group {each.group}" if any(other.group != each.group for other in found.stretches) else ""
-        )
-        style = "dim" if each.place else "yellow"
-        yield Text(
-            f"  tokens {each.start:,} to {min(each.end, found.prompt):,}{group}: {removal_text.short(each)}",
-            style=style,
-        )
+        group = f" of KV cache group {each.group}" if len({span.group for span in found.spans}) > 1 else ""
+        tokens = f"tokens {each.start:,} to {min(each.end, found.prompt):,}{group}"
+        yield Text(f"  {tokens}: {removal_text.short(each)}", style="dim" if each.tier else "yellow")
     if len(gaps) > _MAX_SPANS:
         yield Text(f"  and {len(gaps) - _MAX_SPANS} more spans (--json lists them)", style="dim")
-    if any(not each.place and not each.removal_reason for each in gaps) and found.known_seconds < found.store_seconds:
-        known = duration(found.known_seconds)
+    never = any(removal_text.key(each) == removal_text.NEVER_STORED for each in gaps)
+    if never and found.history_seconds < found.store_seconds:
+        known = duration(found.history_seconds)
         yield Text(f"  (the store's history of removals covers the last {known})", style="dim")

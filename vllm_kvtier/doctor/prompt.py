@@ -16,7 +16,7 @@ from vllm_kvtier.doctor.report import Check, fail, ok, unknown, warn
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.store.protocol import Counts
 from vllm_kvtier.wire.auth import ClusterKey
-from vllm_kvtier.wire.messages import Explanation, PrefixLengths
+from vllm_kvtier.wire.messages import Explanation
 
 MAX_GAPS = 6  # reported for one engine
 
@@ -42,18 +42,14 @@ class Found:
 
     @property
     def tokens(self) -> int:
-        return max(longest(self.holding), *(each.end for each in self.holding.weighed if each.load), 0)
-
-    @property
-    def hash_block_size(self) -> int:
-        return self.holding.hash_block_size
+        return max(_longest(self.holding), *(each.end for each in self.holding.load_decisions if each.load), 0)
 
     @property
     def name(self) -> str:
         return f"prompt on {self.engine.name}"
 
 
-def longest(holding: PrefixLengths | Explanation) -> int:
+def _longest(holding: Explanation) -> int:
     return max(holding.gpu_cache, holding.exported, holding.stored)
 
 
@@ -62,16 +58,14 @@ def look_up(prompt: Prompt, engine: Engine, key: ClusterKey | None, seconds: flo
     with EndpointProbe(engine.address, key, seconds) as probe:
         holding = probe.explanation(prompt.tokens, prompt.salt, prompt.adapter)
         others = dict.fromkeys([*prompt.salts, ""]) if prompt.salt or prompt.salts else {}
-        elsewhere = {s: longest(probe.prefix_lengths(prompt.tokens, s)) for s in others if s != prompt.salt}
+        elsewhere = {s: _longest(probe.explanation(prompt.tokens, s)) for s in others if s != prompt.salt}
     return Found(engine, holding, elsewhere)
 
 
 def why(prompt: Prompt, engines: Sequence[Engine], key: ClusterKey | None, counts: Counts | None) -> list[Check]:
     """One check for an engine that has the prompt, otherwise one for each cause. ``counts``: of the node store."""
     found, checks = [], []
-    for engine in engines:
-        if engine.inspection is None:
-            continue  # an earlier check reports it
+    for engine in (each for each in engines if each.inspection is not None):  # an earlier check reports the others
         try:
             found.append(look_up(prompt, engine, key))
         except KVTierError as error:
@@ -81,23 +75,26 @@ def why(prompt: Prompt, engines: Sequence[Engine], key: ClusterKey | None, count
     return checks
 
 
+_DECLINED = (
+    "no action needed; load_policy=always forces loads from the store, a lower pull_threshold allows shorter loads "
+    "from engines, `kvtier plan` tells from which length on loading is faster"
+)
+
+
 def _causes(prompt: Prompt, here: Found, others: Sequence[Found], counts: Counts | None) -> Iterator[Check]:
-    length, hash_block_size = len(prompt.tokens), here.hash_block_size
-    if length < hash_block_size:
-        message = f"it has {length} tokens, fewer than a block of {hash_block_size}; only whole blocks are stored"
+    length, size = len(prompt.tokens), here.holding.hash_block_size
+    if length < size:
+        message = f"it has {length} tokens, fewer than a block of {size}; only whole blocks are stored"
         yield warn(here.name, message, "no action needed; a smaller --block-size stores shorter prompts")
         return
-    whole = length // hash_block_size * hash_block_size if hash_block_size else length
+    whole = length // size * size if size else length
     tiers = _tiers(here.holding)
-    declined = [each for each in here.holding.weighed if not each.load]
-    declined = [each for each in declined if each.end > here.tokens - (each.source == "host")]
+    declined = [
+        each for each in here.holding.load_decisions
+        if not each.load and each.end > here.tokens - (each.source == "host")
+    ]  # fmt: skip
     for each in declined:
-        yield warn(
-            here.name,
-            f"cached, but the engine would {removal_text.decision(each)}",
-            "no action needed; load_policy=always forces loads from the store, a lower pull_threshold allows shorter "
-            "loads from engines, `kvtier plan` tells from which length on loading is faster",
-        )
+        yield warn(here.name, f"cached, but the engine would {removal_text.decision(each)}", _DECLINED)
     if here.tokens >= whole:
         if not declined:
             yield ok(here.name, f"all {whole} tokens of whole blocks are cached ({tiers})")
@@ -110,7 +107,7 @@ def _causes(prompt: Prompt, here: Found, others: Sequence[Found], counts: Counts
 
 def _tiers(holding: Explanation) -> str:
     tiers = {"GPU cache": holding.gpu_cache, "exported": holding.exported, "store memory": holding.stored}
-    tiers |= {f"GPU cache of peer {each.name}": each.tokens or 0 for each in holding.engines}
+    tiers |= {f"GPU cache of peer {each.name}": each.tokens or 0 for each in holding.peers}
     return ", ".join(f"{name} {tokens}" for name, tokens in tiers.items() if tokens)
 
 

@@ -39,7 +39,7 @@ from vllm_kvtier.wire.slots import PAGE, PIECE_BYTES
 # Re-exported: clients need only this module.
 __all__ = ["EXISTS", "GroupShape", "HASH_BYTES", "NO_PARENT_STORED", "NO_ROOM", "PAGE", "PIECE_BYTES", "RemovalReason"]
 
-PROTOCOL = 9
+PROTOCOL = 10
 MAX_FRAME = 16 << 20  # bytes
 NO_PARENT = ZERO  # in ``Reserve.parents``: a first block
 MAX_HASH_BLOCKS = 1 << 17  # per message: 2 MiB
@@ -342,12 +342,12 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
 
 
 class Span(msgspec.Struct, frozen=True):
-    """Consecutive blocks of a group. ``place``: "memory", "writing", the name of a secondary tier, or "": not stored.
+    """Consecutive blocks of a group. ``tier``: "memory", "writing", the name of a secondary tier, or "": not stored.
     Then ``removal_reason`` is a ``store.index.removal_history.RemovalReason`` (0: unknown); the removals were between
     ``newest`` and ``oldest`` seconds ago."""
 
     blocks: Annotated[int, msgspec.Meta(ge=1, le=MAX_HASH_BLOCKS)]
-    place: Name
+    tier: Name
     removal_reason: Annotated[int, msgspec.Meta(ge=0, le=255)] = 0
     newest: Age = 0.0
     oldest: Age = 0.0

@@ -12,7 +12,7 @@ import msgspec
 from vllm_kvtier.wire.decoding import decode
 from vllm_kvtier.wire.geometry import CacheGeometry, GroupView
 
-PROTOCOL = 5
+PROTOCOL = 6
 MAX_MESSAGE = 64 << 20  # bytes; the block hashes of 1M tokens in blocks of 16 take 4 MiB
 
 BlockHash = Annotated[bytes, msgspec.Meta(min_length=8, max_length=64)]
@@ -289,7 +289,7 @@ class ExplainedSpan(msgspec.Struct, frozen=True):
     group: Count
     start: Count
     end: Count
-    place: Name
+    tier: Name
     removal_reason: Annotated[int, msgspec.Meta(ge=0, le=255)] = 0
     newest: Age = 0.0
     oldest: Age = 0.0
@@ -330,11 +330,11 @@ class Explanation(msgspec.Struct, frozen=True, tag="explanation"):
     stored: Count = 0
     store: Name = ""  # instance of the node store in use, "" without one
     store_seconds: Age = 0.0  # since it started
-    known_seconds: Age = 0.0  # length of the store's removal history
-    stretches: Annotated[list[ExplainedSpan], msgspec.Meta(max_length=1 << 12)] = []
+    history_seconds: Age = 0.0  # length of the store's removal history
+    spans: Annotated[list[ExplainedSpan], msgspec.Meta(max_length=1 << 12)] = []
     tiers: Annotated[list[Source], msgspec.Meta(max_length=16)] = []
-    engines: Annotated[list[Source], msgspec.Meta(max_length=16)] = []
-    weighed: Annotated[list[LoadEstimate], msgspec.Meta(max_length=16)] = []
+    peers: Annotated[list[Source], msgspec.Meta(max_length=16)] = []
+    load_decisions: Annotated[list[LoadEstimate], msgspec.Meta(max_length=16)] = []
     pull_threshold: Count = 0
     problem: Name = ""
 

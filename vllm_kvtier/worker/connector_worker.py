@@ -225,12 +225,13 @@ class KVTierConnectorWorker:
 
     def _look_for_lost(self) -> None:
         """After an internal error: fail the jobs that no part of the worker knows any more. All that is queued on the
-        reactor by now runs before."""
+        reactor by now runs before; pulls that wait for the step's drafts begin behind it."""
         errors = self._contain.errors + self._reactor.errors
         if errors != self._errors:
-            jobs = self._jobs.under_way()
-            if len({job.request_id for job in jobs}) == len(jobs):
-                self._errors = errors  # else look again when one of a load's two jobs has ended
+            waiting = {pull.request_id for pull in self.drafting.pulls} if self.drafting is not None else set()
+            jobs = [job for job in self._jobs.under_way() if job.request_id not in waiting]
+            if not waiting and len({job.request_id for job in jobs}) == len(jobs):
+                self._errors = errors  # else look again when one of a load's two jobs has ended, or they have begun
             self._reactor.call_soon(lambda: self._fail_lost(jobs))
 
     def shutdown(self) -> None:

@@ -24,7 +24,7 @@ from vllm_kvtier.worker.nixl_pull.exported_memory import Pending
 from vllm_kvtier.worker.nixl_pull.nixl_transport import NixlTransport
 from vllm_kvtier.worker.nixl_pull.peer_memory import PeerMemory
 from vllm_kvtier.worker.nixl_pull.pulls import Pulls
-from vllm_kvtier.worker.peer_fetch.fetch_worker import FetchWorker, open_node
+from vllm_kvtier.worker.peer_fetch.fetch_worker import IDLE_SECONDS, FetchWorker, open_node
 from vllm_kvtier.worker.store_load_worker import StoreLoadWorker
 
 logger = get_logger(__name__)
@@ -88,10 +88,21 @@ class PeerExchange:
         it."""
         if self.fetching is not None:
             self._contain.attempt("fetches", self.fetching.collect, idle)
-        look = self.pulls is not None and self.pulls.active and self.memory.on_device
-        if look and self.lock.acquire(blocking=False):
+        pulls = self.pulls
+        if pulls is None or not pulls.active or not self.memory.on_device:
+            return
+        # What ends within an idle step vLLM hears of with that step, which saves it another empty one.
+        until, young = time.monotonic() + IDLE_SECONDS, pulls.num_young()
+        while True:
+            self._collect_pulls(pulls)
+            if not idle or not young or pulls.num_young() < young or time.monotonic() >= until:
+                return
+            time.sleep(POLL_SECONDS)
+
+    def _collect_pulls(self, pulls: Pulls) -> None:
+        if self.lock.acquire(blocking=False):
             try:
-                for result in self._contain.attempt("pulls", self.pulls.poll, True) or ():
+                for result in self._contain.attempt("pulls", pulls.poll, True) or ():
                     self._finish(result)
             finally:
                 self.lock.release()

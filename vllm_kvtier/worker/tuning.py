@@ -89,31 +89,43 @@ def fixed(store: Choice, load: Choice, device: str = "fixed") -> Tuning:
     return Tuning(device, *raw, *encoded)
 
 
-def changed(tuning: Tuning, **values: object) -> Tuning:
-    """The same with these fields of every choice for encoded parts changed (for measurements)."""
+def changed(tuning: Tuning, *names: str, **values: object) -> Tuning:
+    """The same with these fields of every choice of the rules ``names`` changed (for measurements); without names: of
+    those for encoded parts."""
     rules = {
         name: tuple(Rule(r.below, msgspec.structs.replace(r.choice, **values)) for r in getattr(tuning, name))
-        for name in ("encoded_store", "encoded_load")
+        for name in names or ("encoded_store", "encoded_load")
     }
     return msgspec.structs.replace(tuning, **rules)
 
 
 DEFAULT = fixed(Choice(), Choice(), "default")
-# By torch's name of the device. H200 on PCIe 5 (benchmarks/copy, shares of memcpy): into the GPU, staged copies reach
-# 0.97 to 0.99 at any size with 16 programs (0.90 with 8: the check needs them); out of it, from 1 MiB on with 8. Pieces
-# of 64 MiB cost the host half of what 32 MiB cost. Scattered parts of less than 1 MiB lose some 0.6 us each on the way
-# out: 0.88 at 288 KiB, and 0.95 if a kernel copies half of the blocks. More DMA streams gain nothing.
-_SMALL_STORES = Choice("mixed", programs=16, direct_share=0.6, direct_programs=8)
+# Hopper, measured on an H200 with PCIe 5 (benchmarks/copy, shares of memcpy): into the GPU, staged copies reach 0.97 to
+# 0.99 at any size with 16 programs (0.90 with 8: the check needs them); out of it, from 1 MiB on with 8. Pieces of 64
+# MiB cost the host half of what 32 MiB cost. Scattered parts of less than 1 MiB lose some 0.6 us each on the way out:
+# 0.88 at 288 KiB, and 0.95 if a kernel copies half of the blocks. More DMA streams gain nothing.
+STORE_PROGRAMS, LOAD_PROGRAMS, DIRECT_PROGRAMS = 8, 16, 8
+_SMALL_STORES = Choice(
+    "mixed", programs=STORE_PROGRAMS + DIRECT_PROGRAMS, direct_share=0.6, direct_programs=DIRECT_PROGRAMS
+)
+_HOPPER = Tuning(
+    "Hopper",
+    (Rule(1 << 20, _SMALL_STORES), Rule(None, Choice(programs=STORE_PROGRAMS))),
+    (Rule(None, Choice(programs=LOAD_PROGRAMS)),),
+)
+# By torch's name of the device.
 MEASURED: dict[str, Tuning] = {
-    "NVIDIA H200": Tuning(
-        "NVIDIA H200", (Rule(1 << 20, _SMALL_STORES), Rule(None, Choice())), (Rule(None, Choice(programs=16)),)
-    )
+    name: msgspec.structs.replace(_HOPPER, device=name)
+    for name in ("NVIDIA H200", "NVIDIA H200 NVL", "NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA H100 NVL")
 }
+# Of the copies' streams. Before the model's kernels (0): behind a prefill, whose kernels each fill the GPU for
+# milliseconds, copies reached 3.4 GB/s on an H200.
+STORE_PRIORITY, LOAD_PRIORITY = -1, -2
 
 
-def cache_file(device: str) -> Path:
-    """The file of measurements for devices of this name, in the user's cache."""
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+def cache_file(device: str, home: Path | None = None) -> Path:
+    """The file of measurements for devices of this name in ``home``, by default the user's cache."""
+    home = home or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     name = "".join(c if c.isalnum() else "-" for c in device.lower()).strip("-")
     return home / "vllm-kvtier" / f"copies-{name}.json"
 
@@ -132,9 +144,9 @@ def for_device(device: str) -> Tuning:
     return MEASURED.get(device, DEFAULT)
 
 
-def save(tuning: Tuning) -> Path:
-    """Write the file that :func:`for_device` prefers; returns its path."""
-    file = cache_file(_checked(tuning).device)
+def save(tuning: Tuning, home: Path | None = None) -> Path:
+    """Write the file that :func:`for_device` prefers (``home``: as in ``cache_file``); returns its path."""
+    file = cache_file(_checked(tuning).device, home)
     file.parent.mkdir(parents=True, exist_ok=True)
     draft = file.with_suffix(f".{os.getpid()}")
     draft.write_text(json.dumps(msgspec.to_builtins(tuning), indent=1) + "\n")

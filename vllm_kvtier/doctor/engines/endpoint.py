@@ -90,9 +90,6 @@ class EndpointProbe:
     def inspection(self) -> m.Inspection:
         return self._query(m.Inspect(next(self._ids)), m.Inspection)
 
-    def prefix_lengths(self, tokens: list[int], salt: str) -> m.PrefixLengths:
-        return self._query(m.Query(next(self._ids), tokens, salt), m.PrefixLengths)
-
     def explanation(self, tokens: list[int], salt: str, adapter: str = "") -> m.Explanation:
         return self._query(m.Explain(next(self._ids), tokens, salt, adapter), m.Explanation)
 

@@ -13,7 +13,6 @@ from vllm_kvtier.scheduler.leases.lease_server import Answer, Question
 from vllm_kvtier.scheduler.matching.request_lifecycle import RequestLifecycle
 from vllm_kvtier.scheduler.matching.request_matcher import RequestMatcher
 from vllm_kvtier.scheduler.offload.offloader import Offloader
-from vllm_kvtier.store.client import Pending
 from vllm_kvtier.vllm_compat.requests import hash_prompt
 from vllm_kvtier.wire import messages as m
 
@@ -31,11 +30,8 @@ class AdminRequests:
         wake: Callable[[], None],
     ):
         """``wake`` has vLLM's scheduler thread call :meth:`run` soon."""
-        self._info, self._pool, self._engine_identity = (
-            context.engine.info,
-            context.engine.pool,
-            context.engine.identity,
-        )
+        engine = context.engine
+        self._info, self._pool, self._identity = engine.info, engine.pool, engine.identity
         self._exports, self._peers, self._matcher = exports, context.lease_client, matcher
         self._store, self._offloader, self._wake = store, offloader, wake
         self.waiting: deque[Callable[[], None]] = deque()  # for :meth:`run`
@@ -57,7 +53,7 @@ class AdminRequests:
                 self._on_engine(lambda: answer(self._inspect(question)))
                 return
             case m.GetIdentity():
-                self._on_engine(lambda: answer(m.Identity(question.question, self._engine_identity.describe())))
+                self._on_engine(lambda: answer(m.Identity(question.question, self._identity.describe())))
                 return
             case m.Explain():
                 self._explainer.ask(question, answer)
@@ -76,26 +72,22 @@ class AdminRequests:
                 self._query(question, block_hashes, answer)
 
     def _query(self, query: m.Query, block_hashes: list[bytes], answer: Answer) -> None:
-        def on(stored: int) -> None:
+        def on(num_hash_blocks: int) -> None:
+            stored = num_hash_blocks * self._pool.hash_block_size
             self._on_engine(lambda: answer(self._look_up(query, block_hashes, stored)))
 
         pending = self._store.inspect(block_hashes) if self._store is not None and block_hashes else None
-        if pending is None:
-            on(0)
-        else:
-            pending.then(lambda p: on(getattr(p.outcome, "num_hash_blocks", 0) * self._pool.hash_block_size))
+        on(0) if pending is None else pending.then(lambda p: on(getattr(p.outcome, "num_hash_blocks", 0)))
 
     def _pin(self, question: m.PinPrompt, block_hashes: list[bytes], answer: Answer) -> None:
-        pending = self._store.pin(block_hashes, question.pinned) if self._store is not None else None
-        if pending is None:
-            answer(m.PinResult(question.question, 0, "this engine uses no node store"))
-            return
-
-        def on(p: Pending) -> None:
-            count, reason = getattr(p.outcome, "count", 0), getattr(p.outcome, "reason", "")
+        def on(count: int, reason: str) -> None:
             answer(m.PinResult(question.question, count, reason))
 
-        pending.then(on)
+        pending = self._store.pin(block_hashes, question.pinned) if self._store is not None else None
+        if pending is None:
+            on(0, "this engine uses no node store")
+        else:
+            pending.then(lambda p: on(getattr(p.outcome, "count", 0), getattr(p.outcome, "reason", "")))
 
     def _on_engine(self, job: Callable[[], None]) -> None:
         self.waiting.append(job)

@@ -21,7 +21,7 @@ MAX_SPANS = 1 << 12
 Answer = Callable[[m.Explanation], None]
 
 
-def stretches(
+def spans_in_tokens(
     spans: Sequence[Sequence[sm.Span]], groups: Sequence[CacheGroup], tokens: int
 ) -> list[m.ExplainedSpan]:
     """Where a prefix is, in tokens. ``spans``: by group; ``tokens``: of the prompt.
@@ -36,12 +36,12 @@ def stretches(
         at, first, whole = 0, kind.first_needed(end), kind.whole_prefix
         for span in row:
             start, at = at, at + span.blocks * size
-            if whole and span.place != "memory":
+            if whole and span.tier != "memory":
                 end = min(end, start)
             if at > first and (whole or start < end):
-                never = 0 if span.place or kind.by_position else sm.RemovalReason.NO_STATE
+                never = 0 if span.tier or kind.by_position else sm.RemovalReason.NO_STATE
                 reason = span.removal_reason or never
-                explained.append(m.ExplainedSpan(group, start, at, span.place, reason, span.newest, span.oldest))
+                explained.append(m.ExplainedSpan(group, start, at, span.tier, reason, span.newest, span.oldest))
                 if len(explained) == MAX_SPANS:  # the engine's own thread makes these
                     return explained
     return explained
@@ -74,16 +74,12 @@ class Explainer:
             lora, lora_fingerprint = found
         tokens = question.tokens[: self._info.max_tokens]
         block_hashes = vr.hash_prompt(tokens, question.cache_salt, self._info.hash_function(), hash_block_size, lora)
-        store = self._store if block_hashes else None
-        pending = store.explain(block_hashes, lora_fingerprint) if store is not None else None
+        pending = self._store.explain(block_hashes, lora_fingerprint) if self._store and block_hashes else None
 
         def on(outcome: object) -> None:
             self._on_engine(lambda: answer(self._explained(question, block_hashes, lora_fingerprint, outcome)))
 
-        if pending is None:
-            on(None)
-        else:
-            pending.then(lambda p: on(p.outcome))
+        on(None) if pending is None else pending.then(lambda p: on(p.outcome))
 
     def _explained(
         self, question: m.Explain, block_hashes: list[bytes], lora_fingerprint: bytes, outcome: object
@@ -92,24 +88,18 @@ class Explainer:
         there = outcome if isinstance(outcome, sm.Explained) else sm.Explained(0, 0, [])
         cached = gpu_prefix(self._pool, self._info, block_hashes)
         stored = there.num_hash_blocks * hash_block_size
-        holders = [(f"{h.host}:{h.port}", h.num_hash_blocks * hash_block_size) for h in there.holders]
+        peers = [m.Source(f"{h.host}:{h.port}", h.num_hash_blocks * hash_block_size) for h in there.holders]
         return m.Explanation(
-            question.question,
-            tokens,
-            hash_block_size,
-            cached,
-            self._exports.longest_prefix(block_hashes, lora_fingerprint),
-            stored,
-            self._store.instance if self._store is not None else "",
-            there.seconds,
-            there.known,
-            stretches(there.spans, self._info.groups, tokens),
-            [tier_source(tier, hash_block_size) for tier in there.tiers],
-            [m.Source(*holder) for holder in holders],
-            self._weighed(cached, stored, [end for _, end in holders], tokens),
-            self._config.pull_threshold,
-            self._problem(tokens, getattr(outcome, "reason", ""))[:512],
-        )
+            question.question, tokens, hash_block_size,
+            gpu_cache=cached, exported=self._exports.longest_prefix(block_hashes, lora_fingerprint), stored=stored,
+            store=self._store.instance if self._store is not None else "",
+            store_seconds=there.seconds, history_seconds=there.known,
+            spans=spans_in_tokens(there.spans, self._info.groups, tokens),
+            tiers=[tier_source(tier, hash_block_size) for tier in there.tiers],
+            peers=peers, load_decisions=self._load_decisions(cached, stored, peers, tokens),
+            pull_threshold=self._config.pull_threshold,
+            problem=self._problem(tokens, getattr(outcome, "reason", ""))[:512],
+        )  # fmt: skip
 
     def _problem(self, tokens: int, failure: str) -> str:
         if self._info.unsupported:
@@ -124,23 +114,22 @@ class Explainer:
             return "it uses no node store (option store: off)"
         return failure or self._store.problem
 
-    def _weighed(self, cached: int, stored: int, held_by_peers: Sequence[int], tokens: int) -> list[m.LoadEstimate]:
-        """The decisions for a request that is alone in the engine. ``held_by_peers``: tokens, longest first."""
+    def _load_decisions(
+        self, cached: int, stored: int, peers: Sequence[m.Source], tokens: int
+    ) -> list[m.LoadEstimate]:
+        """The decisions for a request that is alone in the engine. ``peers``: the one with the longest prefix first."""
         found = []
         if self._store is not None and stored > cached:
             nbytes = self._store.load_bytes(stored) - self._store.load_bytes(cached)
-            found.append(self._weigh("host", cached, min(stored, tokens), nbytes, tokens))
-        for held in held_by_peers[:1]:
-            end = min(held, tokens)
-            if end <= cached:
-                continue
-            if end - cached < max(1, self._config.pull_threshold):
-                found.append(m.LoadEstimate("peer_gpu", cached, end, False, "below_threshold", 0.0))
-            else:
-                found.append(self._weigh("peer_gpu", cached, end, self._bytes_for(end - cached), tokens))
+            found.append(self._decide("host", cached, min(stored, tokens), nbytes, tokens))
+        end = min(peers[0].tokens or 0, tokens) if peers else 0
+        if 0 < end - cached < self._config.pull_threshold:
+            found.append(m.LoadEstimate("peer_gpu", cached, end, False, "below_threshold", 0.0))
+        elif end > cached:
+            found.append(self._decide("peer_gpu", cached, end, self._bytes_for(end - cached), tokens))
         return [each for each in found if each.reason != NOTHING]
 
-    def _weigh(self, source: str, start: int, end: int, nbytes: int, tokens: int) -> m.LoadEstimate:
+    def _decide(self, source: str, start: int, end: int, nbytes: int, tokens: int) -> m.LoadEstimate:
         decision = self._planner.weigh(source, start, end, nbytes, tokens)
         always = self._config.load_policy == "always" and not decision.should_load
         return m.LoadEstimate(

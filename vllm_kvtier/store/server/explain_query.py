@@ -87,15 +87,15 @@ def walk(index: Index, tiers: Sequence[Tier], want: Want, explained: list[list[m
                 if left < 0:
                     break
                 span = m.Span(1, next((tier.name for tier in tiers if tier.usable and tier.has(*name)), ""))
-                if not span.place and removal_history is not None:
+                if not span.tier and removal_history is not None:
                     reason, ago = removal_history.find(name) or (0, 0.0)
                     span = m.Span(1, "", reason, ago, ago)
             elif entry.state is not READY:
                 span = m.Span(1, "writing")
-            if spans and (spans[-1].place, spans[-1].removal_reason) == (span.place, span.removal_reason):
+            if spans and (spans[-1].tier, spans[-1].removal_reason) == (span.tier, span.removal_reason):
                 last = spans[-1]
                 newest, oldest = min(last.newest, span.newest), max(last.oldest, span.oldest)
-                spans[-1] = m.Span(last.blocks + 1, last.place, last.removal_reason, newest, oldest)
+                spans[-1] = m.Span(last.blocks + 1, last.tier, last.removal_reason, newest, oldest)
             elif len(spans) == m.MAX_SPANS:
                 break
             else:

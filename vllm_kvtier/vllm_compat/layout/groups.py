@@ -62,7 +62,10 @@ def cache_kind(spec: Any) -> CacheKind:
     for field, wanted in kind.required.items():
         if getattr(spec, field) != wanted:
             raise UnsupportedLayout(f"{name} has {field} {getattr(spec, field)}, and {wanted} is needed")
-    return kind(getattr(spec, kind.window_field) if kind.window_field else None)
+    if not kind.window_field:
+        return kind()
+    retained = value(spec, f"SlidingWindowSpec.{kind.retained_field}") if kind.retained_field else 0
+    return kind(getattr(spec, kind.window_field) + retained)
 
 
 def common_kind(kinds: set[CacheKind]) -> CacheKind:

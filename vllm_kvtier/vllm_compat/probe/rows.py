@@ -181,6 +181,7 @@ ROWS: tuple[Row, ...] = (
             f"{_CACHE}:SlidingWindowMLASpec": "cache_dtype_str",
             f"{_CACHE}:UniformTypeKVCacheSpecs": "kv_cache_specs",
         },
+        optional={f"{_CACHE}:SlidingWindowSpec.extra_retained_tokens": Absence(0, since=(0, 32, 0))},
         names=(f"{_CACHE}:FullAttentionSpec", f"{_CACHE}:MambaSpec"),
         trial=trials.cache_tensors, tries="fields", tried=(f"{_CACHE}:KVCacheTensor.shared_by",),
     ),

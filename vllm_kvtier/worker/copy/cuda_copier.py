@@ -80,9 +80,7 @@ class _Lane:
     ):
         self.device, self.driver, self._gather = device, driver, gather
         self.choices = [tuning.choose(gather, p.nbytes, p.encoded) for p in parts]
-        # Before the model's kernels (0): these take few SMs for a moment. Behind the kernels of a prefill, each of
-        # which fills the GPU for milliseconds, copies reached 3.4 GB/s on an H200.
-        priority = -1 if gather else -2
+        priority = tunings.STORE_PRIORITY if gather else tunings.LOAD_PRIORITY
         staged = [(c, p) for c, p in zip(self.choices, parts, strict=True) if c.way != "direct"]
         dmas = max((c.dma_streams for c, _ in staged), default=0)
         # The objects keep the streams alive; the handles are used.

@@ -76,22 +76,30 @@ class CacheMemory(PeerMemory):
 
         ``moves``: (group, from ids, to ids) of blocks that were read into each other's positions.
         """
+        try:
+            with self._on_stream(None):
+                return self._check(groups, moves)
+        except Exception:  # such as a lack of memory
+            if self._stream is not None:
+                self._stream.synchronize()  # once this has raised, vLLM may reuse the blocks that kernels write
+            raise
+
+    def _check(self, groups: list[GroupPull], moves: Sequence[tuple[int, np.ndarray, np.ndarray]]) -> Check:
         parts = []
-        with self._on_stream(None):
-            for group, start, end in moves:
-                self._rearrange(group, start, end)
-            for g in groups:
-                if not len(g.local):
-                    continue
-                if self.mirror is not None:
-                    copy_blocks(self.mirror, self.view, g.group, g.local.tolist())
-                checksums = self._checks.compute(g.group, g.local, g.keys, g.valid)
-                index = upload(g.local, self.arrived.device)
-                wrong = checksums != self.arrived[index].to(checksums.device)
-                parts.append((g.local, wrong.to("cpu", non_blocking=True)))
-                # Right blocks can be exported without another pass; no reader accepts 0.
-                self._write_table(g.local, torch.where(wrong, torch.zeros_like(checksums), checksums))
-            return Check(self._mark(), parts)
+        for group, start, end in moves:
+            self._rearrange(group, start, end)
+        for g in groups:
+            if not len(g.local):
+                continue
+            if self.mirror is not None:
+                copy_blocks(self.mirror, self.view, g.group, g.local.tolist())
+            checksums = self._checks.compute(g.group, g.local, g.keys, g.valid)
+            index = upload(g.local, self.arrived.device)
+            wrong = checksums != self.arrived[index].to(checksums.device)
+            parts.append((g.local, wrong.to("cpu", non_blocking=True)))
+            # Right blocks can be exported without another pass; no reader accepts 0.
+            self._write_table(g.local, torch.where(wrong, torch.zeros_like(checksums), checksums))
+        return Check(self._mark(), parts)
 
     def end_check(self, check: Check) -> set[int] | None:
         """Our block ids whose checksum is wrong; None while the device is computing."""

@@ -106,8 +106,8 @@ class NixlTransport:
         """Make (base, nbytes) spans readable by peers and usable as targets of reads."""
         self._server.register(spans, memory, device)
         reader = self._open()  # now and not at the first read, which a request waits for
-        self._spans.append((spans, memory, device))
         reader.register(spans, memory, device)
+        self._spans.append((spans, memory, device))
 
     def close(self) -> bool:
         """End both agents for good, because vLLM takes the memory away. Peers that still read get errors; an agent that

@@ -38,6 +38,8 @@ GRACE_SECONDS = 1.0
 # Engines that are met before the agent retires between two pulls: it keeps NIXL's lists of all blocks of each of them,
 # also of those that were restarted since.
 MAX_ENGINES = 64
+# So long a pull is young: it may end within an idle step.
+YOUNG_SECONDS = 10e-3
 # Seconds between checks of an agent that did not end when it was retired.
 RECHECK_SECONDS = 1.0
 
@@ -97,6 +99,11 @@ class Pulls:
         """Whether all pulls wait for the device or for another try."""
         now = time.monotonic()
         return all(pull.stage is Stage.WAITING and (now < pull.not_before or not _free(pull)) for pull in self._pulls)
+
+    def num_young(self) -> int:
+        """Pulls that came, or began to read, a moment ago. Any thread."""
+        since = time.monotonic() - YOUNG_SECONDS
+        return sum(max(pull.started, pull.began) >= since for pull in list(self._pulls))
 
     def add_engine(self, instance: str, ranks: list[RankInfo]) -> None:
         self._sources[instance] = ranks

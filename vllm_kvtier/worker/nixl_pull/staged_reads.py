@@ -98,9 +98,14 @@ class StagedReads:
 
     def _ring(self, largest: int) -> "_Ring":
         if self.ring is None:
-            self.copier = _copier(self._memory)
-            self.ring = _Ring(self._memory, max(CHUNK_BYTES, largest))
-            self.transport.register([self.ring.span], self._memory.memory_type, self._memory.device_id)
+            copier = _copier(self._memory)
+            try:
+                ring = _Ring(self._memory, max(CHUNK_BYTES, largest))
+                self.transport.register([ring.span], self._memory.memory_type, self._memory.device_id)
+            except Exception:  # such as a lack of memory: the next pull tries again
+                copier.close()
+                raise
+            self.ring, self.copier = ring, copier
         if largest > self.ring.chunk_bytes:
             raise KVTierError(
                 f"a block of that engine takes {largest} bytes of the ring for pulls, whose chunks have "
