@@ -76,10 +76,12 @@ class Trio(NamedTuple):
     def engines(self) -> tuple[Engine, ...]:
         return self.plain, self.engine, self.decode
 
-    @property
-    def groups(self) -> range:
-        """Known when something was loaded."""
-        return range(int(Path(f"{self.plan}.groups").read_text()))
+    def plans(self, *hows: str) -> Iterator[str]:
+        """Nothing is altered first and last. How many groups there are is known when something was loaded."""
+        yield ""
+        groups = int(Path(f"{self.plan}.groups").read_text())
+        yield from (f"{how} {group}" for how in hows for group in range(groups))
+        yield "again"
 
     @contextmanager
     def altered(self, plan: str) -> Iterator[None]:
@@ -275,7 +277,7 @@ async def test_gpu_kind_altered_blocks_of_any_group_change_the_answer(of: Trio, 
     for each in (prompt, other):
         await known(driver, of.engine, each)
     want, moved = await driver.truth(prompt, ANSWER), {}
-    for plan in ("", *(f"{how} {group}" for how in ("zero", "exchange") for group in of.groups), "again"):
+    for plan in of.plans("zero", "exchange"):
         assert (await driver.ask(of.engine, other, 1, ASKED)).pulled > 0
         with of.altered(plan):
             reply = await driver.ask(of.engine, prompt, ANSWER, ASKED)
@@ -292,7 +294,7 @@ async def test_gpu_kind_altered_blocks_of_a_hand_off_change_the_answer(of: Trio,
     rng = seeded(f"altered hand-off {kind}")
     prompt = await certain(driver, of.kind, rng, LENGTH)
     want, moved = await driver.truth(prompt, ANSWER), {}
-    for plan in ("", *(f"zero {group}" for group in of.groups), "again"):
+    for plan in of.plans("zero"):
         first = await driver.prefill(of.engine, prompt)
         with of.altered(plan):
             reply = await driver.ask(of.decode, prompt, ANSWER, first.params)
