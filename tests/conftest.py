@@ -58,7 +58,7 @@ def way(request, run_dir, monkeypatch) -> str:
 
 
 def pytest_runtest_setup() -> None:
-    logs.LIMIT.forget()  # the limit of repeated messages must not carry over to the next test
+    logs.LIMIT.clear()  # the limit of repeated messages must not carry over to the next test
     logging.getLogger("vllm").propagate = True  # to caplog; vLLM turns it off when it is imported
 
 

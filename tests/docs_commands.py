@@ -345,7 +345,7 @@ class Checker:
         assert (ROOT / chart / "Chart.yaml").exists(), f"there is no chart {chart}"
         helm = shutil.which("helm") or shutil.which("helm", path=str(Path(sys.prefix, "bin")))
         if helm is not None:
-            rest = [word for word in words[3:] if word != "--reuse-values"]
+            rest = [word for word in words[3:] if word != "--reset-then-reuse-values"]
             ran = subprocess.run(
                 [helm, "template", release, str(ROOT / chart), *rest], capture_output=True, text=True, timeout=60
             )

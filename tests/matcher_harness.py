@@ -140,7 +140,7 @@ class FakePlanner:
         assert 0 <= start <= prompt
         self.waiting.add(request_id)
 
-    def forget(self, request_id):
+    def remove_request(self, request_id):
         self.waiting.discard(request_id)
 
     def load_seconds(self, source, nbytes):

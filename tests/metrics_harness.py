@@ -132,7 +132,7 @@ class StoreWithDisk:
         options = StoreOptions(
             size=str(POOL), metrics_port=self.port, disk_path=str(folder / "disk"), disk_size="32MiB",
             disk_admission="all", node_listen=f"127.0.0.1:{free_port()}",
-            mooncake_master=f"127.0.0.1:{free_port()}", mooncake_trusted_network=True,  # that is not there
+            mooncake_master=f"127.0.0.1:{free_port()}", mooncake_trusted_network=True, mooncake_segment="1MiB",  # none
         )  # fmt: skip
         self.server = StoreServer(str(folder / "s.sock"), options)
         self.server.start()

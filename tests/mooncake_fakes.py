@@ -10,7 +10,8 @@ class FakeCluster:
 
     Faults: ``gone`` (places whose reads fail at once; the master still lists them), ``hung`` (places whose reads block
     until ``resume``, and then write into the slots after all), ``full``, ``half_made`` (keys: their put returns 0
-    and stores nothing), ``master`` (a code that every call returns), ``short`` (bytes that objects lack).
+    and stores nothing), ``stays`` (keys that cannot be removed), ``master`` (a code that every call returns),
+    ``short`` (bytes that objects lack).
     """
 
     def __init__(self, memory: memoryview):
@@ -20,6 +21,7 @@ class FakeCluster:
         self.gone: set[str] = set()
         self.hung: set[str] = set()
         self.half_made: set[str] = set()
+        self.stays: set[str] = set()
         self.full = False
         self.master = 0
         self.short = 0
@@ -88,7 +90,7 @@ class FakeClient:
 
     def remove(self, keys):
         failed = self._begin("remove", keys)
-        for key in () if failed else keys:
+        for key in () if failed else set(keys) - self.cluster.stays:
             self.cluster.objects.pop(key, None)
             self.cluster.copies.pop(key, None)
         return failed or [0] * len(keys)

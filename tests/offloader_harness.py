@@ -289,7 +289,7 @@ class Engine:
             self.well.append((r, written, self.step_number))
         name = r.request.request_id
         last = len(self.requests) == 1
-        self.offloader.finished(r.tracked, self.tables.forget(name), tuple(list(ids) for ids in r.tables), last)
+        self.offloader.finished(r.tracked, self.tables.remove(name), tuple(list(ids) for ids in r.tables), last)
         self.release(r)
         del self.requests[name]
 

@@ -90,7 +90,7 @@ class Switch:
             case "arm":
                 for each in self.containments:
                     each.recent.clear()  # so many in a row are this test's
-                logs.LIMIT.forget()  # so are so many lines of one place
+                logs.LIMIT.clear()  # so are so many lines of one place
                 self.errors.clear()
                 self.logged = 0
                 self.fired, self.skip, self.armed = 0, asked["skip"], asked["name"]

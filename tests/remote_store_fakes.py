@@ -135,8 +135,8 @@ class _Reader:
     def add_remote_agent(self, agent, metadata, generation):
         self.network.log.append(("add_remote_agent", agent, generation))
 
-    def forget(self, agent):
-        self.network.log.append(("forget", agent))
+    def remove_agent(self, agent):
+        self.network.log.append(("remove", agent))
 
     def begin(self, agent, local, remote):
         self.network.log.append(("begin", agent, int(local[:, 1].sum())))

@@ -109,8 +109,9 @@ class KVTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Literal["auto", "mapped", "nixl"],
         _doc(
             "How blocks of a prefill or decode engine of this node are pulled. auto: by NIXL if both engines have the "
-            "same shape, otherwise copied from its mapped memory, which peer_fetch must permit on both. mapped: always "
-            "copied, if its memory can be mapped. nixl: always by NIXL. See `engine-shapes.md`."
+            "same shape and, on GPUs, the blocks are not scattered; otherwise copied from its mapped memory, which "
+            "peer_fetch must permit on both. mapped: always copied, if its memory can be mapped. nixl: always by NIXL. "
+            "See `engine-shapes.md`."
         ),
     ] = "auto"
     peer_lease_share: Annotated[

@@ -83,9 +83,9 @@ class Containment:
         self.recent.append(now)
         if len(self.recent) > MAX_ERRORS and now - self.recent[0] <= WINDOW:
             self.recent.clear()
-            self.give_up(f"{MAX_ERRORS} internal errors within {WINDOW:g} s, the last in {where}: {error!r}")
+            self.disable(f"{MAX_ERRORS} internal errors within {WINDOW:g} s, the last in {where}: {error!r}")
 
-    def give_up(self, reason: str) -> None:
+    def disable(self, reason: str) -> None:
         """Make the side passive for good."""
         logger.error("kvtier: connector: disabled (%s); this engine neither loads nor stores KV: restart it", reason)
         try:
@@ -110,7 +110,7 @@ class Containment:
             return None
 
     def insist(self, where: str, part: Callable[[], Any], unsafe: bool = False) -> None:
-        """Run ``part()``, without which the engine must not continue: tried twice, then ``give_up``. ``unsafe``: raise
+        """Run ``part()``, without which the engine must not continue: tried twice, then ``disable``. ``unsafe``: raise
         Unsafe instead, because even a passive connector would give wrong answers."""
         try:
             part()
@@ -123,7 +123,7 @@ class Containment:
             self.failed(where)
             if unsafe:
                 raise Unsafe(f"{where} failed twice") from error
-            self.give_up(f"{where} failed twice: {error!r}")
+            self.disable(f"{where} failed twice: {error!r}")
 
 
 def contained(

@@ -63,7 +63,7 @@ class RateLimit(logging.Filter):
         left_out, bucket[0], bucket[2] = int(bucket[2]), bucket[0] - 1, 0
         return left_out
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """As if nothing had been logged yet."""
         with self._lock:
             self._places.clear()

@@ -175,7 +175,7 @@ def test_peer_cuda_copier_equals_reference_with_any_stream_order(seed, data):
             copy.wait_on(world.forward)
         world.enqueue(world.forward, ("work", lambda: seen.append(bench.target.data())))
         if data.draw(st.booleans()):
-            bench.copier.forget("a")
+            bench.copier.remove("a")
         world.run(lambda: len(seen) == 2)
         if everything:
             assert (seen[0] == before).all(), "written before it might be"
@@ -198,16 +198,16 @@ def test_peer_copy_under_way_keeps_mapping():
         bench.add("a")
         assert bench.driver.opened == 2  # a rank each, once
         job = bench.job("a", [1, 2], [3, 4])
-        bench.copier.forget("a")
+        bench.copier.remove("a")
         assert not bench.driver.mapped  # nothing was under way
         bench.add("a")
         expected = bench.expected([job])
         copy = bench.copier.start([job])
-        bench.copier.forget("a")
-        bench.copier.forget("a")
+        bench.copier.remove("a")
+        bench.copier.remove("a")
         bench.add("a")  # came back meanwhile: mapped once
         assert len(bench.driver.mapped) == 2 and not copy.done() and not copy.wait(0.001)
-        bench.copier.forget("a")
+        bench.copier.remove("a")
         assert len(bench.driver.mapped) == 2
         world.run()
         assert copy.done() and copy.bad(0) == set() and not bench.driver.mapped

@@ -31,6 +31,6 @@ def test_staged_pull_by_kernel_equals_reference(monkeypatch, theirs, chunk_bytes
         assert results[0].bad_blocks == {5} and results[0].checksum_mismatch
         assert all(map(pair.landed, [1, 3, 7], [4, 2, 6]))
         assert pair.free_chunks == staged_reads.NUM_CHUNKS
-        pair.pulls._staged.drop_lists()
+        pair.pulls._staged.release_lists()
         pair.pulls._staged.close()
         assert not driver.mapped and not driver.opened

@@ -91,7 +91,7 @@ class Lives(RuleBasedStateMachine):
     def collective_rpc(self, path, number):
         """It loads an adapter into the workers."""
         self.loaded[number] = self.content[path]
-        self.adapters.forget_loaded()
+        self.adapters.clear_loaded()
 
     @rule(number=NUMBERS)
     def workers_forget(self, number):

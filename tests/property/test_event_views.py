@@ -131,7 +131,7 @@ class Machine(RuleBasedStateMachine):
         names = self.names()
         if names:
             name = data.draw(st.sampled_from(names))
-            self.index.forget(*name)
+            self.index.remove(*name)
             for tier in self.tiers:
                 tier.lose(name)
 

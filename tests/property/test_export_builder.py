@@ -108,7 +108,7 @@ class Engine:
         )  # fmt: skip
         self.matcher = make_matcher(load)
         self.exporter = ExportBuilder(load.engine, self.table, self.checksum_index, lambda: shared)
-        self.tables = BlockTables(groups, HASH_BLOCK_SIZE, self.checksum_index.forget, self.exporter.checksums)
+        self.tables = BlockTables(groups, HASH_BLOCK_SIZE, self.checksum_index.remove, self.exporter.checksums)
         lock = SchedulerLock(Uncontained())
         lock.install(SimpleNamespace(**dict.fromkeys(METHODS, lambda: None)))
         self.lender = PrefixCacheLeases(load.engine, lock, self.checksum_index, self.table)
@@ -340,7 +340,7 @@ class Engine:
         r.request.status = RequestStatus[how]
         self.slide(r)
         tracked = self.matcher.finished(r.request)
-        self.tables.forget(r.request.request_id)
+        self.tables.remove(r.request.request_id)
         export = self.exporter.finished(tracked, tuple(list(ids) for ids in r.tables))
         if export is not None:
             self.exports.append((export, r.request))
@@ -477,7 +477,7 @@ class Engine:
         for name, r in list(self.requests.items()):
             if r.status != "aborted":
                 r.request.status = RequestStatus.FINISHED_ABORTED
-                self.tables.forget(name)
+                self.tables.remove(name)
                 tracked = self.matcher.finished(r.request)
                 self.exporter.finished(tracked, tuple(r.tables))
                 self.exporter.prefill_ended(tracked.hints.export_as)
@@ -567,7 +567,7 @@ class Alone:
         )
         self.engine, self.exporter = load.engine, ExportBuilder(load.engine, self.table, self.checksum_index)
         self.tables = BlockTables(
-            cache_groups([(HASH_BLOCK_SIZE, None)]), HASH_BLOCK_SIZE, self.checksum_index.forget, lambda t: True
+            cache_groups([(HASH_BLOCK_SIZE, None)]), HASH_BLOCK_SIZE, self.checksum_index.remove, lambda t: True
         )
         self.tracked = {}
         self.add("p", tokens, PREFILL)
@@ -597,7 +597,7 @@ class Alone:
 def test_unchecksummed_blocks_of_request_join_next_step():
     alone = Alone([1] * (2 * HASH_BLOCK_SIZE + 1))
     assert alone.step(("p", [5, 6, 7])) == {5: HASH_BLOCK_SIZE, 6: HASH_BLOCK_SIZE, 7: 1}
-    alone.checksum_index.forget([6, 7])
+    alone.checksum_index.remove([6, 7])
     export = alone.exporter.finished(alone.tracked["p"], ([5, 6, 7],))
     assert export.ready_step == alone.exporter.step + 1
     assert alone.step() == {6: HASH_BLOCK_SIZE, 7: 1}
@@ -607,7 +607,7 @@ def test_export_builder_pending_checksum_is_dropped_with_its_block():
     """The export ended before the next step, and that step's forward writes something else into the block."""
     alone = Alone([1] * (2 * HASH_BLOCK_SIZE))
     alone.step(("p", [5, 6]))
-    alone.checksum_index.forget([5, 6])
+    alone.checksum_index.remove([5, 6])
     alone.exporter.finished(alone.tracked["p"], ([5, 6],))
     alone.table.clear()
     alone.exporter.drain()
@@ -620,13 +620,13 @@ def test_prefill_that_is_dropped_while_it_waits_is_not_exported(name, exported):
     """Its decode engine's client left before the first step."""
     alone = Alone([1] * HASH_BLOCK_SIZE)
     lock = SimpleNamespace(known=True, run_when_free=lambda job: job())
-    PrefillStretches(alone.engine, lock, alone.exporter, alone.table).drop(name)
+    PrefillStretches(alone.engine, lock, alone.exporter, alone.table).release_export(name)
     own = {"kvtier": {"export_as": "x"}} if name else {}
     alone.add("q", [2] * HASH_BLOCK_SIZE, {**PREFILL, **own})
     alone.step(("q", [5]))
     assert (alone.exporter.finished(alone.tracked["q"], ([5],)) is not None) == exported
     alone.exporter.prefill_ended("x")
-    PrefillStretches(alone.engine, lock, alone.exporter, alone.table).drop("x")
+    PrefillStretches(alone.engine, lock, alone.exporter, alone.table).release_export("x")
     assert "x" not in alone.exporter.unwanted, "the name of an ended prefill is kept for nothing"
 
 

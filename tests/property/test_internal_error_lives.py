@@ -92,7 +92,7 @@ class RaisingLife(Life):
         half._free_blocks = lambda blocks: None
         half._exporter = SimpleNamespace(needed=lambda n: 0, finished=lambda *_: None, drain=lambda: None)
         half._access = SimpleNamespace(closed=True)
-        half._tables = SimpleNamespace(forget=lambda name: None)
+        half._tables = SimpleNamespace(remove=lambda name: None)
         half._exports, half._events = SimpleNamespace(end_export=lambda name: False, has_freed=lambda: False), None
         half._checksum_index = SimpleNamespace(clear=lambda: None)
         half._outcomes = load_results(self.load, self.matcher, self.contain)
@@ -202,7 +202,7 @@ class RaisingEngine(EngineLife):
         half, connector = self.half, self.scheduler.connector
         half._access, half._free_blocks = SimpleNamespace(closed=True), lambda blocks: None
         half._exporter.finished = lambda *_: None
-        half._tables.forget = half._tables.clear = lambda *_: None
+        half._tables.remove = half._tables.clear = lambda *_: None
         half._exports.end_export = lambda name: None
         half._info.reports_failed_requests = half._info.kv_events_enabled = False
         connector.__class__ = ContainedConnector

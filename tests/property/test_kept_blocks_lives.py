@@ -141,7 +141,7 @@ class Life(Offload):
         half._tables = BlockTables(
             groups,
             HASH_BLOCK_SIZE,
-            index.forget,
+            index.remove,
             lambda t: half._provenance.is_admitted(t) and (write != "off" or half._exporter.checksums(t)),
             lot=lot,
         )

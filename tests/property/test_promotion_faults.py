@@ -160,7 +160,7 @@ def test_client_leaving_during_promotion_leaks_nothing():
         disk.num_hash_blocks[block_hashes[:HASH_BYTES]] = 4
         want = Want(NAMESPACE_ID, HASH_BLOCK_SIZE, [GroupShape(1, 1)], block_hashes, 0)
         lower.lookup(1, want, EVERYTHING, 9.0, lambda found, below: heard.append(found))
-    lower.forget(1)
+    lower.remove_client(1)
     world.index.disconnect(1)
     while disk.reads:
         disk.finish()

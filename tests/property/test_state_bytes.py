@@ -86,7 +86,7 @@ class Ours(KVConnectorBase_V1, SupportsHMA):
         return KVConnectorMetadata()
 
     def request_finished_all_groups(self, request, block_ids):
-        table = self.tables.forget(request.request_id)
+        table = self.tables.remove(request.request_id)
         self.offloader.finished(self.requests.pop(request.request_id), table, block_ids, True)
         return False, None
 

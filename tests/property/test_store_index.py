@@ -401,9 +401,9 @@ class Store(RuleBasedStateMachine):
         """By force, also what is just being written."""
         if self.listed and pick.random() < 0.5:
             block = pick.choice(list(self.listed.values()))
-            assert self.index.forget(*block.key)
+            assert self.index.remove(*block.key)
             self.forget(block)
-        assert not self.index.forget(b"A" * HASH_BYTES, 0, b"nobody's".ljust(HASH_BYTES))
+        assert not self.index.remove(b"A" * HASH_BYTES, 0, b"nobody's".ljust(HASH_BYTES))
 
     @rule(client=st.sampled_from(CLIENTS), pick=st.randoms(use_true_random=False))
     def release(self, client, pick):

@@ -45,7 +45,7 @@ class Exporting(Engine):
             checksum_index=self.index,
         )  # fmt: skip
         self.exporter = ExportBuilder(load.engine, self.table, self.index, lambda: shared)
-        self.tables_of_ours = BlockTables(self.groups, hash_block, self.index.forget, self.exporter.checksums)
+        self.tables_of_ours = BlockTables(self.groups, hash_block, self.index.remove, self.exporter.checksums)
         self.tracked, self.exports, self.jobs = {}, [], []
         self.checksums = {}  # of states, by block: key, tokens, and the state that was there
         self.exact = self.handed_off = self.leased = self.fetched = 0
@@ -88,7 +88,7 @@ class Exporting(Engine):
             request_id=name, processed_computed_tokens=processed, num_prompt_tokens=request.num_prompt_tokens
         )
         ids = manager.get_block_ids_for_computed_tokens(request_id=name, num_computed_tokens=tokens)
-        self.tables_of_ours.forget(name)
+        self.tables_of_ours.remove(name)
         export = self.exporter.finished(self.tracked.pop(name), ids)
         if export is not None:
             self.exports.append((export, request))

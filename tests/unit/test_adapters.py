@@ -388,13 +388,13 @@ def test_load_of_path_with_unknown_user_is_left_to_vllm():
 def test_adapters_with_unknown_vllm_hashing_are_not_shared(tmp_path, monkeypatch):
     folder, adapters = files(tmp_path / "a"), Adapters()
     assert loaded(adapters, lora(folder))
-    features.forget()
+    features.clear()
     monkeypatch.delattr(adapters_module.kv_cache_utils, "_gen_lora_extra_hash_keys")
     assert not features.granted(features.Feature.ADAPTERS)
     assert adapters.admit(lora(folder)) is None and adapters.current(lora(folder)) is None
     assert adapters.load(lora(folder), lambda: 7) == 7
     monkeypatch.undo()
-    features.forget()
+    features.clear()
 
 
 def test_admit_file_written_during_read_is_unknown(tmp_path, monkeypatch):

@@ -29,7 +29,7 @@ def test_checksum_index_entry_lives_from_order_to_reuse_of_block():
     other = ChecksumEntry(0, 6, 222, 2)
     assert checksum_index.take_missing([a, other], 7) == [other] and checksum_index.ready_step([a, other]) == 7
     assert not checksum_index.has(b), "a block has one checksum at a time"
-    checksum_index.forget(range(5, 6))
+    checksum_index.remove(range(5, 6))
     assert not checksum_index.has(a) and checksum_index.has(other)
     checksum_index.mark(a)
     assert checksum_index.ready_step([a]) == -1, "pulled and verified: in the table already"

@@ -128,6 +128,15 @@ def test_pin_uses_the_server_tokenizer(make):
         tokenize("http://127.0.0.1:9", "ab")
 
 
+@pytest.mark.parametrize("command", ["pin", "unpin", "warm"])
+def test_pin_of_a_file_that_is_not_utf8_says_so(tmp_path, command):
+    file = tmp_path / "prompt"
+    file.write_bytes("Grüße".encode("latin-1"))
+    given = [command, "--server", "http://127.0.0.1:9", "--endpoint", "127.0.0.1:9", "--file", str(file)]
+    result = CliRunner().invoke(app, given)
+    assert result.exit_code == 1 and f"{file} cannot be read" in result.stderr
+
+
 COMMANDS = ["store", "stats", "clear", "pin", "unpin", "warm", "prefetch", "quality", "doctor", "inspect"]
 
 

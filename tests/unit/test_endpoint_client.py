@@ -89,3 +89,20 @@ async def test_endpoint_client_refuses_addresses_that_are_none(host):
     async with c.AsyncEndpointClient() as client:
         with pytest.raises(PeerRefused):
             await client.query(host, 5600, [1])
+
+
+async def test_endpoint_client_raises_the_same_timeout_error_on_every_python(monkeypatch, engine):
+    """Before Python 3.11, asyncio's is a class of its own, which callers do not catch."""
+
+    class OfAsyncio(Exception):
+        pass
+
+    async def wait_for(work, timeout):
+        work.close()
+        raise OfAsyncio
+
+    monkeypatch.setattr(asyncio, "TimeoutError", OfAsyncio)
+    monkeypatch.setattr(asyncio, "wait_for", wait_for)
+    async with c.AsyncEndpointClient() as client:
+        with pytest.raises(TimeoutError, match="no answer in time"):
+            await client.query("127.0.0.1", engine[1], [1])

@@ -43,7 +43,7 @@ class Copies:
         self.mapped.add(source)
         self.log.append(("add", source, len(parts)))
 
-    def forget(self, source):
+    def remove(self, source):
         self.mapped.discard(source)
 
     def start(self, jobs, after=None):
@@ -173,7 +173,7 @@ def test_unmappable_source_is_logged_once_and_not_retried(there, error, caplog):
     assert caplog.text.count("logged once") == 1 and not fetches.active
     copier.refuse = None
     assert fetches.start([order_of(pull_of([5], [3], 4), source="s/2")]) == [], "others can be"
-    fetches.forget("s/1")
+    fetches.remove_source("s/1")
     fetches.add_engine("s/1", there.infos)
     assert fetches.start([order_of(pull_of([5], [3], 4))]) == []
 

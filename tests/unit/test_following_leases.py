@@ -242,7 +242,7 @@ def test_connection_that_ends_with_a_grant_gets_no_other_one(make):
 
     def send(identity, message):
         sent.append(message)
-        endpoint._forget(identity)
+        endpoint._remove_connection(identity)
 
     endpoint._send = send
     running.source.table.add(export())

@@ -21,6 +21,10 @@ PLAIN = load()
 DOCKERFILE = (FOLDER / "Dockerfile").read_text("utf-8")
 
 
+# Later than the chart's first release.
+ADDED = [("mooncake",), ("store", "shared")]
+
+
 def run_helm(*words: str) -> subprocess.CompletedProcess:
     helm = shutil.which("helm") or shutil.which("helm", path=str(Path(sys.prefix, "bin")))
     if helm is None:
@@ -96,6 +100,25 @@ def test_chart_is_valid_and_consistent(words, checker):
     files = copy.deepcopy(files) | {"chart.yaml": list(render(*words).values())}
     files["kustomization.yaml"][0]["resources"] = ["namespace.yaml", "chart.yaml"]
     assert problems(files, DOCKERFILE, checker) == []
+
+
+@pytest.mark.parametrize("added", ADDED, ids=".".join)
+def test_chart_takes_the_values_of_an_older_one(tmp_path, added):
+    """`helm upgrade --reuse-values` replaces the chart's own values by those of the installed chart."""
+    old = copy.deepcopy(VALUES)
+    within = old
+    for name in added[:-1]:
+        within = within[name]
+    del within[added[-1]]
+    shutil.copytree(CHART, chart := tmp_path / "chart")
+    (chart / "values.yaml").write_text(yaml.safe_dump(old), "utf-8")
+    done = run_helm("template", "release", str(chart), "--namespace", "kvtier")
+    assert done.returncode == 0, done.stderr
+    found = [document for document in yaml.safe_load_all(done.stdout) if document]
+    assert found == list(render().values())
+    if added == ("mooncake",):
+        done = run_helm("template", "release", str(chart), "--set", "mooncake.enabled=true")
+        assert done.returncode and "segment" in done.stderr, "not half done"
 
 
 def test_chart_options_reach_their_programs():

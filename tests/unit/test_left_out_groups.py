@@ -45,7 +45,7 @@ def test_block_tables_follow_our_groups_and_forget_checksums_of_all():
     index = ChecksumIndex([SIZE])
     side = SimpleNamespace(_info=info(), _checksum_index=index)
     tables = BlockTables(
-        side._info.groups, SIZE, index.forget, lambda t: True,
+        side._info.groups, SIZE, index.remove, lambda t: True,
         lambda ids: KVTierConnectorScheduler._followed(side, ids),
     )  # fmt: skip
     for block in (5, 6, 7):
@@ -57,7 +57,7 @@ def test_block_tables_follow_our_groups_and_forget_checksums_of_all():
     request.num_computed_tokens = SIZE
     tables.begin_step(step_output({"r": SIZE}, cached=[("r", ([6], [3]), SIZE, False)]), {"r": tracked}.get)
     assert not index.knows(6) and index.knows(7)
-    assert tables.forget("r").groups == [[1, 2, 3]]
+    assert tables.remove("r").groups == [[1, 2, 3]]
 
 
 def test_block_tables_leave_out_what_chained_drafts_write_again():

@@ -394,7 +394,7 @@ def test_planner_backlog_excludes_scheduled_and_ended_requests():
     planner.computes("other", 8000)
     assert not planner.decide(*ask).should_load
     planner.will_compute("other", 0, 8192)
-    planner.forget("other")
+    planner.remove_request("other")
     assert not planner.decide(*ask).should_load, "it ended"
 
 
@@ -408,7 +408,7 @@ def test_planner_backlog_returns_to_zero():
             planner.computes(request, at := min(prompt, at + 8192))
             planner.observe_step(h200_step([(8192, at)]) * rng.uniform(0.5, 2), [(8192, at)], 0)  # costs change
         if at < prompt:
-            planner.forget(request)
+            planner.remove_request(request)
     assert planner._backlog == 0.0 and not planner._to_compute
 
 

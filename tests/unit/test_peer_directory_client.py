@@ -72,11 +72,11 @@ def test_directory_client_sends_snapshot_then_changes(world):
     world.checksum_index.mark(ChecksumEntry(1, 6, 666, 16), 2)
     world.sharing.publish_changes()
     assert len(world.client.said) == 1, "a moment later is soon enough"
-    world.checksum_index.forget([3])
+    world.checksum_index.remove([3])
     world.now[0] += 1
     world.sharing.publish_changes()
     assert world.client.said[1] == ([666], [333])
-    world.checksum_index.forget([6])
+    world.checksum_index.remove([6])
     world.sharing.publish_changes(idle=True)
     assert world.client.said[2] == ([], [666]), "no later message would say so while the engine sleeps"
     world.sharing.publish_changes(idle=True)

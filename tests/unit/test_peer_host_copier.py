@@ -173,7 +173,7 @@ def test_peer_host_copier_source_killed_marks_rest_bad(source):
     assert copy.bad(0) == set(remote) and copy.bad(1) == {1} and "has ended" in copy.why(0) and copy.why(1)
     assert all(reader.landed(i, i) or reader.untouched(i) for i in remote) and reader.untouched(1)
     with pytest.raises(KVTierError, match="has ended"):
-        reader.copier.forget("s/1")
+        reader.copier.remove("s/1")
         reader.copier.add("s/1", map_source_ranks(reader.rank.view.groups, reader.rank.heads, 0, there.infos))
 
 
@@ -247,7 +247,7 @@ def test_peer_host_copier_equal_sources_share_and_free_scratch(source):
     assert len(reader.copier._scratches) == 2
     copy = reader.copier.start([CopyJob("s/2", [pull_of([2], [2], 4)])])
     for name in ("s/1", "s/2", "s/3", "s/3"):
-        reader.copier.forget(name)
+        reader.copier.remove(name)
     assert copy.wait(5) and not copy.bad(0) and reader.landed(2, 2), "what is under way goes on"
     del copy
     assert not reader.copier._scratches and not reader.copier._sources

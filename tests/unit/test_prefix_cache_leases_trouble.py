@@ -90,7 +90,7 @@ def test_sync_load_recomputed_last_block_has_no_checksum():
     external, asynchronous = matcher.match(request, 0)
     assert (external, asynchronous) == (11, False) and t.synchronous
     matcher.allocated(request, ([11, 12, 13],), external)
-    checksum_index.forget([13])  # as BlockTables has it when the request is admitted, in the same step
+    checksum_index.remove([13])  # as BlockTables has it when the request is admitted, in the same step
     matcher.on_load_ended("r", failed=False)
     made = {entry: checksum_index.has(ChecksumEntry(0, entry, KEYS.key(bytes(request.block_hashes[i]), 0, b""),
             HASH_BLOCK_SIZE))
@@ -198,7 +198,7 @@ def test_checksum_index_finds_content_while_any_block_has_it():
     checksum_index.mark(ChecksumEntry(0, 5, 77, HASH_BLOCK_SIZE), 1)
     checksum_index.mark(ChecksumEntry(0, 6, 77, HASH_BLOCK_SIZE), 1)
     checksum_index.take_changes()
-    checksum_index.forget([6])
+    checksum_index.remove([6])
     assert checksum_index.find(77) == (5, 1)
     assert checksum_index.take_changes() == ([], []), "the directory would drop it"
 

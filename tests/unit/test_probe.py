@@ -39,9 +39,9 @@ def anew(monkeypatch):
         probe.result(row)
     monkeypatch.setattr(probe, "_results", {})
     monkeypatch.setattr(probe, "_logged", set())
-    checks.forget()
+    checks.clear()
     yield
-    checks.forget()
+    checks.clear()
 
 
 @pytest.fixture
@@ -258,7 +258,7 @@ BEHAVIOUR = [
 def test_probe_row_fails_for_changed_behaviour(vllm, name, change):
     if probe.result(ROWS[name]).state is State.ABSENT:
         pytest.skip("not in this version")
-    probe.forget()
+    probe.clear()
     change(vllm)
     assert_only(ROWS[name])
 
@@ -278,7 +278,7 @@ def test_probe_trials_leave_no_hash_seed(monkeypatch):
     probe.start(Side.SCHEDULER)
     assert not hasattr(hashes, "NONE_HASH")
     monkeypatch.setattr(hashes, "NONE_HASH", hashes.BlockHash(b"7" * 32), raising=False)
-    probe.forget()
+    probe.clear()
     probe.start(Side.SCHEDULER)
     assert hashes.NONE_HASH == b"7" * 32
 

@@ -118,6 +118,47 @@ def test_index_is_bounded_and_makes_room_for_lost_removals():
         assert len(index) <= 6
 
 
+def test_full_index_makes_room_with_the_oldest_blocks_behind_memory():
+    """Objects stay for ever, and would keep the blocks of GPUs out for good."""
+    shared = SharedBlocks()
+    bucket = {"medium": "STORAGE", "locality": "REMOTE"}
+    index = BlockIndex(6, shared)
+    index.apply(decoded(stored(A, **bucket), stored(A[: 2 * BLOCK], 1, "CPU"), stored(A[:BLOCK])))
+    assert index.dropped == 0 and not index.incomplete
+    index.apply(decoded(stored(C)))
+    assert held(index, C) == [4, 0, 0, 0, 0] and held(index, A) == [1, 1, 0, 0, 0]
+    assert (index.dropped, index.incomplete, index.counts) == (3, True, [5, 1, 0, 0, 2]) and len(shared) == 2
+    # All are in memory now: others are not entered, and no block of a bucket displaces them.
+    index.apply(decoded(stored(list(range(900, 900 + BLOCK))), stored(list(range(800, 800 + BLOCK)), **bucket)))
+    assert (len(index), index.dropped, held(index, C)) == (6, 5, [4, 0, 0, 0, 0])
+    index.apply(decoded(removed(C, 0), removed(A[:BLOCK])))  # evicted blocks are the newest that are behind memory
+    index.apply(decoded(stored(list(range(900, 900 + 6 * BLOCK)))))
+    assert len(index) == 6 and index.counts[0] == 5 and held(index, A) == [0, 0, 0, 0, 0]
+    index.clear()
+    assert len(shared) == 0 and not index.incomplete and index.counts == [0] * 5
+    index.apply(decoded(stored(A)))
+    index.invalidate()
+    assert len(index) == 0 and index.incomplete
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_full_index_keeps_its_counts_whatever_comes(seed):
+    rng, shared = random.Random(seed), SharedBlocks()
+    indexes = [BlockIndex(rng.choice([3, 7, 20]), shared) for _ in range(2)]
+    media = [{"medium": "GPU"}, {"medium": "CPU"}, {"medium": "STORAGE", "locality": "LOCAL"},
+             {"medium": "STORAGE", "locality": "REMOTE"}, {"medium": "EXTERNAL", "locality": "REMOTE"}]  # fmt: skip
+    for _ in range(300):
+        index, event = rng.choice(indexes), rng.choice([stored, removed])
+        index.apply(decoded(event(rng.choice([A, B, C]), begin=rng.randrange(4), **rng.choice(media))))
+        values = index._blocks.values()
+        assert len(index) <= index.capacity and len(index._hashes) <= len(index)
+        assert index.counts == [sum(value >> tier & 1 for value in values) for tier in range(5)]
+        assert sorted(index._not_in_memory) == sorted(h for h, value in index._blocks.items() if not value & 3)
+    for index in indexes:
+        index.clear()
+    assert len(shared) == 0
+
+
 def test_index_of_engine_with_int_hashes():
     event = stored(A)
     event.block_hashes = [int.from_bytes(each[-8:], "big") for each in event.block_hashes]
@@ -237,7 +278,7 @@ async def test_subscriber_goes_on_after_events_that_cannot_be_applied(monkeypatc
             monkeypatch.setattr(BlockIndex, "apply", fail)
             publisher.publish(removed(A, 3))
             await until(lambda: follower.counts["malformed"])
-            assert held(follower.index, A)[0] == 0, "what it has done is not known"
+            assert held(follower.index, A)[0] == 0 and follower.index.incomplete, "what it has done is not known"
             publisher.publish(stored(A))
             await until(lambda: held(follower.index, A)[0] == 5)
 

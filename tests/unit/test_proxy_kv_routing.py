@@ -68,6 +68,22 @@ async def test_token_ids_of_request_are_used_as_they_are():
         assert got(c) == [6, 0] and not any(engine.tokenized for engine in c.d)
 
 
+async def test_blocks_that_a_full_index_left_out_are_unknown_not_absent():
+    """The engine that got a prompt before gets it again, although its events could not be entered."""
+    async with cluster(max_blocks=4) as (c, publishers):
+        await c.chat(LONG)
+        first = got(c).index(1)
+        for publisher, text in zip(publishers, ("x" * 400, "y" * 400), strict=True):
+            publisher.publish(stored(list(text.encode()), salt=salt(c)))
+        await c.until(lambda: all(each.index.dropped == 96 for each in c.core.events))
+        other = c.core.decode[1 - first]
+        for _ in range(3):
+            await c.chat(LONG)
+        assert got(c)[first] == 4 and other.healthy
+        page = (await c.client.get("/metrics")).text
+        assert f'kv_blocks_dropped_total{{events="{publishers[0].address}"}} 96.0' in page
+
+
 async def test_conversation_is_tokenized_again_only_when_much_is_new():
     async with cluster() as (c, _):
         await c.chat(*TURN[:1])

@@ -139,6 +139,21 @@ async def test_passthrough_salts_whatever_the_content_type_says(path, given):
         assert b"victim" not in sent and b"cache_salt" in sent
 
 
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-le", "utf-32-be"])
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/completions", "/custom"])
+async def test_bodies_in_all_encodings_of_json_are_salted(path, encoding):
+    """Engines read them by ``json.loads``, which takes all of these."""
+    aim = {"do_remote_prefill": True, "remote_host": "victim"}
+    async with Cluster(extra_routes=("/custom",)) as c:
+        given = {"input": "x", "prompt": "x", "kv_transfer_params": aim}
+        body = json.dumps(given).encode(encoding)
+        reply = await c.client.post(path, content=body, headers={"content-type": "text/plain"})
+        assert reply.status_code == 200
+        (seen,) = c.d[0].passed or c.d[0].seen
+        sent = json.loads(seen.body) if isinstance(seen.body, bytes) else seen.body
+        assert sent["input"] == "x" and sent["cache_salt"] and "victim" not in json.dumps(sent)
+
+
 async def test_passthrough_extra_route_may_take_other_bodies():
     async with Cluster(extra_routes=("/custom",)) as c:
         for path, status in (("/custom", 200), ("/v1/embeddings", 400)):
@@ -146,6 +161,10 @@ async def test_passthrough_extra_route_may_take_other_bodies():
             assert reply.status_code == status
         (seen,) = c.d[0].passed
         assert seen.body == b"\x00\xff"
+        for body in (b"\xef\xbb\xbf\xff", b"\xff\xfe{"):  # with marks of encodings that they are not in
+            reply = await c.client.post("/custom", content=body, headers={"content-type": "audio/wav"})
+            assert reply.status_code == 200 and c.d[0].passed[-1].body == body
+            assert (await c.client.post("/v1/embeddings", content=body)).status_code == 400
 
 
 async def test_passthrough_non_json_body_is_unchanged():

@@ -15,10 +15,13 @@ from proxy_authority import Authority
 from proxy_fakes import FakeEngine, text_of, turn
 from typer.testing import CliRunner
 
+from vllm_kvtier.cli import proxy as proxy_command
 from vllm_kvtier.cli.__main__ import app as kvtier
 from vllm_kvtier.errors import ConfigError
 from vllm_kvtier.proxy.config import EngineAddress, ProxyConfig
 from vllm_kvtier.proxy.config_file import ServerOptions, load_settings
+from vllm_kvtier.proxy.kv_events.index import BLOCK_BYTES
+from vllm_kvtier.store.memory.memory_limits import MemoryLimits
 
 FORMS = {
     "yaml": """
@@ -130,6 +133,21 @@ def test_configuration_file_unreadable_or_conflicting_raises(tmp_path):
 
 
 # ---------------------------------------------------------------- the command
+
+
+def test_proxy_warns_of_indexes_of_kv_events_that_may_not_fit():
+    engines = tuple(EngineAddress(f"http://e{i}:1", events=f"e{i}:2") for i in range(4))
+    config = ProxyConfig(prefill=engines[:2], decode=engines, routing_policy="kv_events")
+    needed = 4 * config.max_blocks * BLOCK_BYTES
+    room, too_little = (lambda: MemoryLimits(1 << 40, 4 << 30, "m")), (lambda: MemoryLimits(needed, needed // 2, "m"))
+    assert proxy_command.memory_warning(config, room) == ""
+    warning = proxy_command.memory_warning(config, too_little)
+    assert "4 engines may take 560 MiB" in warning
+    fitting = int(re.search(r"lower max_blocks to (\d+)", warning)[1])
+    assert 0 < fitting < config.max_blocks
+    fits = ProxyConfig(decode=engines, routing_policy="kv_events", max_blocks=fitting)
+    assert proxy_command.memory_warning(fits, too_little) == ""
+    assert proxy_command.memory_warning(ProxyConfig(decode=engines), too_little) == ""
 
 
 def test_proxy_options_have_documented_flags():

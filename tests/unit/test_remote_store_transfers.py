@@ -31,8 +31,8 @@ class FakeReader:
         if agent == "unreachable":
             raise KVTierError("no way there")
 
-    def forget(self, agent):
-        self.log.append(("forget", agent))
+    def remove_agent(self, agent):
+        self.log.append(("remove", agent))
 
     def begin(self, agent, local, remote):
         self.log.append(("begin", local.tolist(), remote.tolist()))

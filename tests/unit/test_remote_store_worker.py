@@ -258,7 +258,7 @@ def test_remote_worker_known_stores_are_bounded(monkeypatch):
         world.load(world.order(f"{name}{len(world.results)}", name, groups=((0, (1,)),)))
         world.until(f"{name}{len(world.results)}") if len(world.results) == 0 else world.turn(5)
     assert len(world.results) == 3 and not any(r.failed for r in world.results.values())
-    assert ("forget", "agent of a") in world.network.log and list(world.worker._stores) == ["a"]
+    assert ("remove", "agent of a") in world.network.log and list(world.worker._stores) == ["a"]
 
 
 def test_remote_worker_without_nixl_reports_it_and_reads_nothing(caplog):

@@ -106,7 +106,7 @@ def test_staged_pull_of_block_larger_than_a_chunk_is_refused():
     assert pair.start([1], [2]) is None and not pair.run()[0].failed
     ring = pair.pulls._staged.ring
     ring.chunk_bytes -= 64
-    pair.pulls._staged.drop_lists()
+    pair.pulls._staged.release_lists()
     result = pair.start([1], [2])
     assert result.failed and f"whose chunks have {ring.chunk_bytes} bytes" in result.reason
 

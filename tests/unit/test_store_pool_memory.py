@@ -7,6 +7,7 @@ import mmap
 import os
 import platform
 import threading
+from dataclasses import replace
 
 import pytest
 from support import eventually
@@ -18,6 +19,8 @@ from vllm_kvtier.store.memory.memory_limits import MIN_POOL, MemoryLimits, forma
 from vllm_kvtier.store.memory.pool_memory import PoolMemory, next_step
 from vllm_kvtier.store.options import StoreOptions, parse
 from vllm_kvtier.store.protocol import PAGE, PIECE_BYTES
+from vllm_kvtier.store.server import server
+from vllm_kvtier.store.tiers.tier_stack import bytes_beside_pool
 
 GIB, MIB = 1 << 30, 1 << 20
 PLENTY = MemoryLimits(100 * GIB, 90 * GIB, "this machine's memory")
@@ -67,6 +70,31 @@ def test_pool_size_auto_depends_on_free_memory():
     assert pool_bytes("auto", MemoryLimits(100 * GIB, 4 * GIB, "")) < 3.2 * GIB
     with pytest.raises(ConfigError, match="too small"):
         pool_bytes("auto", MemoryLimits(100 * GIB, 10 * MIB, ""))
+
+
+def test_pool_size_leaves_the_memory_of_tiers():
+    """Mooncake's segment is taken only as blocks come: without a check the kernel would end the store then."""
+    limits = MemoryLimits(16 * GIB, 12 * GIB, "this container's memory.max")
+    plain = StoreOptions(object_url="file:///tmp/objects", mooncake_master="h:1", mooncake_trusted_network=True)
+    assert bytes_beside_pool(StoreOptions()) == 0
+    beside = bytes_beside_pool(plain)
+    assert 4 * GIB + 200 * MIB < beside < 5 * GIB, "the segment, and the tables of two tiers"
+    assert bytes_beside_pool(replace(plain, mooncake_segment="0")) == beside - 4 * GIB
+    assert pool_bytes("10G", limits) == 10 * GIB
+    with pytest.raises(ConfigError, match=r"10 GiB, with 4.25 GiB of its tiers beside it\) does not fit") as e:
+        pool_bytes("10G", limits, beside)
+    fits = int(str(e.value).partition("at most")[2].rpartition(" bytes)")[0].rpartition("(")[2])
+    assert pool_bytes(str(fits), limits, beside) == fits and fits + beside <= limits.fits
+    assert pool_bytes("auto", MemoryLimits(16 * GIB, 6 * GIB, ""), beside) + beside < 6 * GIB
+    with pytest.raises(ConfigError, match="too small"):
+        pool_bytes("auto", MemoryLimits(16 * GIB, 4 * GIB, ""), beside)
+
+
+def test_store_does_not_start_where_a_segment_does_not_fit(tmp_path, monkeypatch):
+    monkeypatch.setattr(server, "memory_limits", lambda: MemoryLimits(4 * GIB, 3 * GIB, "this test's memory"))
+    options = StoreOptions(size="1MiB", mooncake_master="h:1", mooncake_trusted_network=True)
+    with pytest.raises(ConfigError, match="this test's memory is 4 GiB"):
+        server.StoreServer(str(tmp_path / "s.sock"), options)
 
 
 def test_pool_memory_messages_do_not_overstate():

@@ -192,6 +192,33 @@ def test_mooncake_tier_never_finds_a_corrupt_block_again(up):
     assert up.segment.sent[-1].moves[0].hash == hash_of(5)
 
 
+def test_mooncake_tier_finds_a_block_again_that_was_written_anew(up):
+    up.discard(NAMESPACE_ID, 0, hash_of(3))
+    told, found = begin(up, "write", 2, 3), []
+    message, _, _ = up.segment.requests[0]
+    assert message.replaced == [1], "the corrupt copy may still be there"
+    up.segment.answer(m.Moved, [True, False])
+    up.find(WANT, found.append)
+    up.reader.answer(m.Located, 1, 6)
+    assert told == [[True, False]] and found[0].num_hash_blocks == 3, "it could not be removed"
+    begin(up, "write", 3)
+    up.segment.answer(m.Moved, [True])
+    up.find(WANT, found.append)
+    up.reader.answer(m.Located, 2, 6)
+    assert found[1].num_hash_blocks == 6
+    begin(up, "write", 3)
+    assert up.segment.requests[0][0].replaced == []
+
+
+def test_mooncake_tier_forgets_nothing_because_a_lookup_was_late(up):
+    """A master that was only slow has all blocks still: they are neither written again nor reported as gone."""
+    write(up, 1, 2)
+    up.reader.on_message(m.Availability(False, "the master has not answered a lookup within 1 s", late=True))
+    assert not up.usable and not up.keeps(NAMESPACE_ID, 0, hash_of(1))
+    up.reader.on_message(UP)
+    assert has(up, 1) and up.keeps(NAMESPACE_ID, 0, hash_of(2)) and up.counts().blocks == 2
+
+
 def test_mooncake_tier_replaces_a_process_that_talks_nonsense(up):
     up.reader.on_message(m.Kept([]))
     up.segment.on_message(m.Kept([]))

@@ -165,7 +165,7 @@ def test_mooncake_lookup_of_a_silent_master_finds_nothing_in_time(reading, monke
     monkeypatch.setattr(FakeClient, "exist", lambda self, keys: (held.wait(), answer(self, keys))[1])
     assert reading.look() == 0
     state = reading.state()
-    assert not state.usable and "not answered" in state.reason
+    assert not state.usable and "not answered" in state.reason and state.late
     held.set()
 
 
@@ -251,7 +251,7 @@ def test_mooncake_master_that_is_gone_is_asked_again(reading):
     reading.cluster.master = int(Code.MASTER_GONE)
     assert reading.look() == 0
     state = reading.state()
-    assert not state.usable and "-900" in state.reason
+    assert not state.usable and "-900" in state.reason and not state.late
     calls = len(reading.cluster.calls)
     assert reading.ask(m.Read, 1, reading.moves([0])).good == [False] and len(reading.cluster.calls) == calls
     reading.cluster.master = 0
@@ -297,6 +297,18 @@ def test_mooncake_writes_what_is_missing_and_believes_only_exist(writing):
     assert put == [key_of(NAMESPACE_ID, 0, hash_of(n)) for n in (1, 2)]
     assert writing.cluster.copies[put[0]] == ["own"]
     assert writing.ask(m.Write, writing.moves([0, 1])).good == [True, True] and writing.cluster.asked("put") == 1
+
+
+def test_mooncake_writes_corrupt_blocks_anew(writing):
+    """Only what was removed first: an object that stays is the corrupt one."""
+    for i in range(3):
+        writing.slot(i)[:] = b"good" * (PAGES * PAGE // 4)
+    writing.have(0, 1, 2)
+    keys = [key_of(NAMESPACE_ID, 0, hash_of(n)) for n in range(3)]
+    writing.cluster.stays.add(keys[2])
+    moved = writing.ask(m.Write, writing.moves([0, 1, 2]), [], [], [1, 2])
+    assert moved.good == [True, True, False]
+    assert [writing.cluster.objects[key][:4] for key in keys] == [bytes(4), b"good", bytes([2] * 4)]
 
 
 def test_mooncake_full_cluster_refuses_writes(writing):

@@ -160,7 +160,7 @@ def test_weights_changed_starts_new_namespace_and_refuses_peers():
     assert running.namespaces.of(b"") != before and "model_fingerprint" in running.told[0]
     assert running.admitted(running.request("after")), "vLLM's cache was empty"
     assert not running.admitted(running.request("before")), "it has KV of both"
-    running.half._provenance.forget(running.request("before"))
+    running.half._provenance.remove(running.request("before"))
     named = Running(model_fingerprint="mine")
     named.half.weights_changed("update_weights")
     assert not named.told and named.namespaces.of(b"") != before
@@ -248,8 +248,8 @@ def test_weights_without_name_request_is_not_shared():
     assert not running.admitted(request) and running.admitted(running.request("late"))
     running.half._sync_load.verification_pending = True
     assert running.half.match(request, 0) == (None, False), "vLLM's cache has blocks that may be wrong"
-    assert running.half._provenance.forget(request) is False
-    assert running.half._provenance.forget(running.request("late")) is True and not running.half._provenance._admitted
+    assert running.half._provenance.remove(request) is False
+    assert running.half._provenance.remove(running.request("late")) is True and not running.half._provenance._admitted
 
 
 def test_weights_changed_without_prefix_caching_shares_later_requests():
@@ -288,8 +288,8 @@ def test_weights_ended_request_leaves_no_state():
     running = Running()
     half, requests = running.half, [running.request(name) for name in ("ends", "fails", "abandoned")]
     assert all(running.admitted(request) for request in requests)
-    half._tables.forget = half._exports.end_export = lambda name: None
-    assert half._provenance.forget(requests[0]) and half._provenance.forget(requests[2])
+    half._tables.remove = half._exports.end_export = lambda name: None
+    assert half._provenance.remove(requests[0]) and half._provenance.remove(requests[2])
     half.release(requests[1])
     half.weights_changed("update_weights")
     assert not half._provenance._admitted
@@ -321,7 +321,7 @@ def matched(running, request):
 def ended(running, request) -> bool:
     """Whether what it wrote may leave this engine."""
     request.status = RequestStatus.FINISHED_STOPPED
-    return running.half._provenance.forget(request)
+    return running.half._provenance.remove(request)
 
 
 def test_weights_adapter_replaced_ends_sharing_of_its_requests(tmp_path, adapters):
@@ -440,7 +440,7 @@ def test_weights_adapter_folder_exchanged_meanwhile_is_unknown(tmp_path, adapter
     current.rename(tmp_path / "old")
     (tmp_path / "new").rename(current)
     request.status = RequestStatus.FINISHED_ABORTED
-    assert how == "not looked at" or not running.half._provenance.forget(request)
+    assert how == "not looked at" or not running.half._provenance.remove(request)
     assert how == "not looked at" or adapters.current(lora) is None, "found when it ended"
     current.rename(tmp_path / "new")
     (tmp_path / "old").rename(current)

@@ -36,7 +36,7 @@ async def _request(endpoint: str, tokens: list[int], salt: str, pinned: bool | N
             else:
                 result = await client.keep(host, port, tokens, salt, pinned)
     except (PeerRefused, TimeoutError) as error:
-        raise KVTierError(f"{endpoint} refused: {error or 'no answer in time'}") from error
+        raise KVTierError(f"{endpoint}: {error}") from error
     if result.reason:
         raise KVTierError(f"{endpoint}: {result.reason}")
     return result.blocks
@@ -54,7 +54,7 @@ def _command(pinned: bool | None, done: str, text: str) -> Callable[..., None]:
         if (prompt is None) == (file is None):
             raise typer.BadParameter("give either --prompt or --file")
         with inputs.errors_as_messages():
-            tokens = inputs.tokenize(server, prompt if prompt is not None else file.read_text())
+            tokens = inputs.tokenize(server, prompt if file is None else inputs.read_file(file, chat=False))
             blocks = asyncio.run(_request(endpoint, tokens, cache_salt, pinned, cluster_key))
         typer.echo(f"{blocks} blocks of {len(tokens)} tokens are {done}")
 

@@ -10,8 +10,13 @@ import msgspec
 import typer
 
 from vllm_kvtier.cli import inputs
+from vllm_kvtier.logs import get_logger
 from vllm_kvtier.proxy.config import RENAMED, ROLES, EngineAddress, ProxyConfig
 from vllm_kvtier.proxy.config_file import ServerOptions, Settings, load_settings
+from vllm_kvtier.proxy.kv_events.index import BLOCK_BYTES
+from vllm_kvtier.store.memory.memory_limits import MemoryLimits, format_bytes, memory_limits
+
+logger = get_logger(__name__)
 
 _ENGINE = "http://HOST:PORT[,kv=HOST:PORT][,events=HOST:PORT][,replay=HOST:PORT][,weight=N]"
 
@@ -27,10 +32,33 @@ def proxy(config: str | None, **options: Any) -> None:
         sys.exit(f"The proxy needs the package {error.name}, which is not installed: pip install 'vllm-kvtier[proxy]'")
 
     def load() -> Settings:
-        return load_settings(config, _engines_read(options))
+        settings = load_settings(config, _engines_read(options))
+        if warning := memory_warning(settings.proxy):
+            logger.warning("kvtier: proxy: %s", warning)
+        return settings
 
     with inputs.errors_as_messages(code=2):
         serve(load(), config, load)
+
+
+def memory_warning(config: ProxyConfig, read_limits: Callable[[], MemoryLimits] = memory_limits) -> str:
+    """Whether the indexes of KV events may need more memory than is free; "": no, or the memory is not known."""
+    if config.routing_policy != "kv_events":
+        return ""
+    try:
+        limits = read_limits()
+    except FileNotFoundError:  # no /proc: not on Linux
+        return ""
+    addresses = (address for role in ROLES for address in getattr(config, role))
+    engines = len({(each.events, each.replay) for each in addresses if each.events is not None})
+    needed = engines * config.max_blocks * BLOCK_BYTES
+    if needed <= limits.fits:
+        return ""
+    return (
+        f"max_blocks={config.max_blocks} of {engines} engines may take {format_bytes(needed)}, and "
+        f"{format_bytes(limits.fits)} are free ({limits.source}): lower max_blocks to "
+        f"{limits.fits // (engines * BLOCK_BYTES)}, or give the proxy more memory"
+    )
 
 
 def command() -> Callable[..., None]:

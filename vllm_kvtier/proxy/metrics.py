@@ -53,6 +53,11 @@ SHOWN = {
     "conversations": Shown(Gauge, "Conversations whose engines are kept."),
     "prefixes": Shown(Gauge, "Prefixes whose engines are kept."),
     "kv_blocks": Shown(Gauge, "Blocks of engines by their KV events, with policy kv_events.", ("events", "tier")),
+    "kv_blocks_dropped": Shown(
+        Counter,
+        "Blocks left out of a full index of KV events, or dropped from it for newer ones: raise max_blocks.",
+        ("events",),
+    ),
     "kv_event_batches": Shown(
         Counter, "Batches of KV events by outcome, with policy kv_events; restarts of engines.", ("events", "outcome")
     ),
@@ -156,15 +161,18 @@ class Gauges:
     def _of_events(self) -> Iterator[Metric]:
         """Of the engines' KV events; nothing without the policy that reads them."""
         blocks = self._family("kv_blocks")
-        batches = CounterMetricFamily(
-            PREFIX + "kv_event_batches", SHOWN["kv_event_batches"].meaning, labels=SHOWN["kv_event_batches"].labels
+        batches, dropped = (
+            CounterMetricFamily(PREFIX + name, SHOWN[name].meaning, labels=SHOWN[name].labels)
+            for name in ("kv_event_batches", "kv_blocks_dropped")
         )
         for subscriber in self._events:
+            dropped.add_metric((subscriber.address,), subscriber.index.dropped)
             for tier in Tier:
                 blocks.add_metric((subscriber.address, tier.name.lower()), subscriber.index.counts[tier])
             for outcome in OUTCOMES:
                 batches.add_metric((subscriber.address, outcome), subscriber.counts[outcome])
         yield blocks
+        yield dropped
         yield batches
 
     @staticmethod

@@ -26,6 +26,13 @@ class BadBlocks:
         if len(self._blocks) > MAX_REMEMBERED:
             del self._blocks[next(iter(self._blocks))]
 
+    def __contains__(self, name: tuple[bytes, int, bytes]) -> bool:
+        return name in self._blocks
+
+    def remove(self, name: tuple[bytes, int, bytes]) -> None:
+        """The store has a valid copy now."""
+        self._blocks.pop(name, None)
+
     def good_hash_blocks(
         self, namespace_id: bytes, block_hashes: bytes, shapes: Sequence[Shape], start: int, num_hash_blocks: int
     ) -> int:

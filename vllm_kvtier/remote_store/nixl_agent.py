@@ -167,7 +167,7 @@ class Reader(Registered):
             raise KVTierError(f"its NIXL agent is named {name}, not {agent}")
         self.peers[agent] = generation
 
-    def forget(self, agent: str) -> None:
+    def remove_agent(self, agent: str) -> None:
         """Remove a peer that has no transfer in flight."""
         if self.peers.pop(agent, None) is not None:
             try:

@@ -96,7 +96,7 @@ class NodeReads:
         self._condemned_until = 0.0
         self._failed: list[Job] = []  # to be reported when their reader is closed
         self._queues: dict[Source, Queue] = {}
-        self._disconnected: list[str] = []  # agents that the reader must forget
+        self._disconnected: list[str] = []  # agents that the reader must remove
 
     @property
     def active(self) -> bool:
@@ -133,7 +133,7 @@ class NodeReads:
         """Advance all reads. Returns whether there is more to do."""
         now = time.monotonic()
         while self._disconnected and self._reader is not None and not self._failed:
-            self._reader.forget(self._disconnected.pop())  # before a new connection reads from the same agent
+            self._reader.remove_agent(self._disconnected.pop())  # before a new connection reads from the same agent
         for source, queue in list(self._queues.items()):
             if source in self._queues:
                 self._advance(source, queue, now)

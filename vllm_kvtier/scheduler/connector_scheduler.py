@@ -145,7 +145,7 @@ class KVTierConnectorScheduler(SchedulerParts):
             self._contain.insist("unverified output", self._sync_load.drop_unverified_output)
         checksums: list[ChecksumJob] = []
         if not (self._passive or self._info.unsupported):
-            checksums = attempt("step", self._follow, output, synchronous, repair=self._forget_tables) or []
+            checksums = attempt("step", self._follow, output, synchronous, repair=self._clear_tables) or []
         for grown in self._matcher.grown:
             if grown:
                 attempt("following prefills", self._matcher.collect_jobs)
@@ -183,10 +183,10 @@ class KVTierConnectorScheduler(SchedulerParts):
     def missed_step(self) -> StepWork:
         """In place of ``begin_step``, if it failed as a whole."""
         self._contain.insist("unverified output", self._sync_load.drop_unverified_output)
-        self._contain.insist("forgetting tables", self._forget_tables)
+        self._contain.insist("clearing tables", self._clear_tables)
         return self.step_work()
 
-    def _forget_tables(self) -> None:
+    def _clear_tables(self) -> None:
         """After an exception tables may lack blocks that vLLM handed out, and would give content wrong names; and the
         index may name checksums that no step computes."""
         self._tables.clear()
@@ -235,8 +235,8 @@ class KVTierConnectorScheduler(SchedulerParts):
     def finished(self, request: Any, block_ids: tuple[list[int], ...]) -> dict[str, Any] | None:
         """The request ended; returns the params for its answer. vLLM may free its blocks at once: exports pin them."""
         state = self._matcher.finished(request)
-        table = self._tables.forget(request.request_id)
-        shared = self._provenance.forget(request)
+        table = self._tables.remove(request.request_id)
+        shared = self._provenance.remove(request)
         if self._offloader is not None and not self._passive:
             table = table if shared else None
             last = not len(self._matcher)
@@ -267,14 +267,14 @@ class KVTierConnectorScheduler(SchedulerParts):
         """In place of ``finished`` after an exception: keep and export nothing. A load goes on until it ends."""
         attempt, request_id = self._contain.attempt, request.request_id
         attempt("dropping a request", self._release_all, request_id, True)
-        attempt("dropping a table", self._tables.forget, request_id)
+        attempt("removing a table", self._tables.remove, request_id)
         attempt("dropping an export", self._exports.end_export, request_id)
         if name := read(request.kv_transfer_params).export_as:
             attempt("dropping an export", self._exports.end_export, name)
             attempt("ending a prefill", self._exporter.prefill_ended, name)
             self._endpoint.changed()
-        attempt("forgetting checksums", self._checksum_index.clear)  # it may name some that no step computes
-        self._provenance.forget(request)
+        attempt("clearing checksums", self._checksum_index.clear)  # it may name some that no step computes
+        self._provenance.remove(request)
 
     def has_pending_frees(self) -> bool:
         return self._exports.has_freed() or (self._offloader is not None and self._offloader.has_frees())
@@ -284,7 +284,7 @@ class KVTierConnectorScheduler(SchedulerParts):
         attempt, insist = self._contain.attempt, self._contain.insist
         insist("ending exports", self._exports.clear)
         attempt("unpinning", self._sync_load.unpin, repair=self._sync_load.unpin)
-        insist("forgetting checksums", self._checksum_index.clear)  # nothing more is leased
+        insist("clearing checksums", self._checksum_index.clear)  # nothing more is leased
         if self._events is not None:
             attempt("repeating events", self._events.publish_again)
         insist("revoking leases", lambda: self._exports.revoke(RESET_WAIT_SECONDS))
@@ -307,7 +307,7 @@ class KVTierConnectorScheduler(SchedulerParts):
         if self._store is not None:
             self._contain.insist("renewing the store's namespace", self._store.renew)
             # No block from before may go into the new namespace.
-            self._contain.insist("forgetting tables", self._tables.clear)
+            self._contain.insist("clearing tables", self._tables.clear)
         return True
 
     def _become_passive(self) -> None:
@@ -319,7 +319,7 @@ class KVTierConnectorScheduler(SchedulerParts):
         attempt("giving blocks back", self._exporter.drain)
         if self._offloader is not None:
             attempt("ending copies", self._offloader.cancel_all, 0.0)
-        attempt("forgetting tables", self._tables.clear)
+        attempt("clearing tables", self._tables.clear)
         for request_id in self._matcher.request_ids():
             attempt("release", self._release_all, request_id)
 

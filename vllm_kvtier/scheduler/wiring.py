@@ -107,7 +107,7 @@ class SchedulerParts(ABC):
             on_puller=lambda request: self._retained.record_puller(request),
             lease_cached=cache_leases.lease,
             lease_stretch=lambda *request: self._stretches.lease(*request),
-            on_dropped=lambda export: self._stretches.drop(export),
+            on_released=lambda export: self._stretches.release_export(export),
         )
         self._endpoint = LeaseServer(engine, self._exports, key, events)
         identity.address = (self._endpoint.host, self._endpoint.port)
@@ -143,7 +143,7 @@ class SchedulerParts(ABC):
         # -- what requests fill, and questions about it
         offload = self._offloader is not None and self._offloader.wanted()
         self._tables = BlockTables(
-            info.groups, geometry.hash_block_size, self._checksum_index.forget,
+            info.groups, geometry.hash_block_size, self._checksum_index.remove,
             lambda state: self._provenance.is_admitted(state) and (offload or self._exporter.checksums(state)),
             None if info.group_ids is None else self._followed,
         )  # fmt: skip
@@ -160,7 +160,7 @@ class SchedulerParts(ABC):
     def _followed(self, block_ids: BlockIds) -> BlockIds:
         """Of new blocks by vLLM's groups, those of the groups that we follow. The others' get new content too."""
         for ids in self._info.left_out(block_ids):
-            self._checksum_index.forget(ids)
+            self._checksum_index.remove(ids)
         return self._info.followed(block_ids)
 
     def _wire_store(self, context: LoadContext, peer_gpu: PeerGpuSource) -> None:

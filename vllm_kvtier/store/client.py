@@ -419,7 +419,7 @@ class StoreClient:
             os.close(fds[0])
             stream.close(str(error))
             return
-        self._forget_greeting()
+        self._clear_greeting()
         self._backoff = RETRY_SECONDS[0]
         if self._starter is not None:
             self._starter.succeeded()
@@ -432,7 +432,7 @@ class StoreClient:
             self._stream = stream
         self._changed()
 
-    def _forget_greeting(self) -> None:
+    def _clear_greeting(self) -> None:
         self._greeting = None
         if self._greeting_timer is not None:
             self._greeting_timer.cancel()
@@ -443,7 +443,7 @@ class StoreClient:
         self._refused = False
         text = f"the node store at {self._path} is unavailable: {reason}"
         if stream is self._greeting:
-            self._forget_greeting()
+            self._clear_greeting()
             self._disconnected(text, backoff)
             return
         if stream is not self._stream:

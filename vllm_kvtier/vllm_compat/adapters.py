@@ -326,7 +326,7 @@ class Adapters:
         return self._known.get(key)
 
     @_contained
-    def forget_loaded(self) -> None:
+    def clear_loaded(self) -> None:
         """The workers may have other adapters now, under any number: only those loaded in place from now on are
         known."""
         self._unknown_loads = True

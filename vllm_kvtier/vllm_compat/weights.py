@@ -65,7 +65,7 @@ def _wrapped(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Calla
 
 
 def _report_change(how: str) -> None:
-    ADAPTERS.forget_loaded()
+    ADAPTERS.clear_loaded()
     for listener in list(_listeners):
         try:
             listener.weights_changed(how)

@@ -7,7 +7,7 @@
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -22,6 +22,7 @@ from vllm_kvtier.wire.auth import ClusterKey
 MAX_CONNECTIONS = 256  # engines come and go, each at another address; of more, those that are unused for longest end
 
 Question = m.Query | m.Inspect | m.PinPrompt | m.Warm | m.Explain | m.GetIdentity
+_Result = TypeVar("_Result")
 Answer = TypeVar("Answer", m.PrefixLengths, m.Inspection, m.PinResult, m.Explanation, m.Identity)
 
 
@@ -69,7 +70,7 @@ class AsyncEndpointClient:
         """
         with self._using((host, port)) as connection:
             message = m.encode(m.ReleaseExport(export))
-            await asyncio.wait_for(self._opened(connection).send(message), self._timeout)
+            await self._in_time(self._opened(connection).send(message))
 
     async def query(self, host: str, port: int, tokens: list[int], cache_salt: str = "") -> m.PrefixLengths:
         """The prefix lengths that the engine holds for a prompt of these token ids. The engine computes nothing.
@@ -98,10 +99,17 @@ class AsyncEndpointClient:
         with self._using(address) as connection:
             async with connection.lock:
                 try:
-                    return await asyncio.wait_for(self._ask(connection, question, kind), self._timeout)
+                    return await self._in_time(self._ask(connection, question, kind))
                 except (msgspec.DecodeError, msgspec.ValidationError) as error:
                     connection.close()
                     raise PeerRefused(f"{address[0]}:{address[1]} sent a malformed answer: {error}") from error
+
+    async def _in_time(self, work: Awaitable[_Result]) -> _Result:
+        """Raises TimeoutError."""
+        try:
+            return await asyncio.wait_for(work, self._timeout)
+        except asyncio.TimeoutError as error:  # another class than TimeoutError before Python 3.11
+            raise TimeoutError("no answer in time") from error
 
     async def _ask(self, connection: _Connection, question: Question, kind: type[Answer]) -> Answer:
         socket = self._opened(connection)

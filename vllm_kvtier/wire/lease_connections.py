@@ -161,8 +161,8 @@ Server = TypeVar("Server", bound=ServerConnection)
 
 
 class LeaseListener(Generic[Server]):
-    """The server's side: a ROUTER socket. A connection begins with a message that decodes, and ends with ``_forget``.
-    Of more than ``max_connections`` the one that was silent for longest ends."""
+    """The server's side: a ROUTER socket. A connection begins with a message that decodes, and ends with
+    ``_remove_connection``. Of more than ``max_connections`` the one that was silent for longest ends."""
 
     def __init__(
         self, reactor: Reactor, decode: Callable[[bytes], Any], make: Callable[[bytes, float], Server],
@@ -206,16 +206,16 @@ class LeaseListener(Generic[Server]):
             connection = self._connections.get(identity)
             if connection is None:
                 if len(self._connections) >= self._max_connections:
-                    self._forget(min(self._connections.values(), key=lambda each: each.last_seen).identity)
+                    self._remove_connection(min(self._connections.values(), key=lambda each: each.last_seen).identity)
                 connection = self._connections[identity] = self._make(identity, 0.0)
             connection.last_seen = time.monotonic()
             self._handle(connection, message)
         except msgspec.DecodeError as error:
             logger.warning("kvtier: lease server: a client sent a malformed message (%s); disconnected", error)
             self._malformed(identity, str(error))
-            self._forget(identity)
+            self._remove_connection(identity)
 
-    def _forget(self, identity: bytes) -> None:
+    def _remove_connection(self, identity: bytes) -> None:
         """End a connection. Idempotent."""
         connection = self._connections.pop(identity, None)
         if connection is not None:

@@ -86,7 +86,7 @@ class LocalServer:
             stream.send(frame)
         return stream is not None
 
-    def drop(self, identity: bytes) -> None:
+    def close_connection(self, identity: bytes) -> None:
         """Close this connection, if it exists."""
         stream = self._streams.get(identity)
         if stream is not None:

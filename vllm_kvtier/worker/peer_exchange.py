@@ -213,7 +213,11 @@ class PeerExchange:
             return
         if transport is not None:
             self.transport = transport
-            self.pulls = Pulls(transport, memory, self._rank, heads)
+            fetching, mapped = self.fetching, None
+            # A host's copies take the reactor's thread, and posting a read costs little there.
+            if fetching is not None and fetching.on_device and setup.maps_pulls:
+                mapped = fetching.reads()
+            self.pulls = Pulls(transport, memory, self._rank, heads, mapped)
             for instance, ranks in self._engines.items():
                 self.pulls.add_engine(instance, ranks)
         self._send(m.Register(info, memory.wire_codec))

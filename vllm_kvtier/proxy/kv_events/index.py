@@ -13,7 +13,9 @@ from vllm_kvtier.proxy.kv_events.shared_blocks import SHARED, SHARED_BITS, Share
 
 _TIER_BITS = len(Tier)
 _GPU, _ANY = 1 << Tier.GPU, (1 << _TIER_BITS) - 1
+_IN_MEMORY = _GPU | 1 << Tier.HOST
 _MAX_ADAPTERS = 4096
+BLOCK_BYTES = 560  # memory of a block's entry, also among the shared blocks; 230 without (measured, Python 3.11)
 
 
 class PromptTokens:
@@ -38,17 +40,21 @@ class PromptTokens:
 
 
 class BlockIndex:
-    """``capacity``: blocks. When it is full, further blocks are not entered, as the engine's own removals make room.
-    ``shared``: what all engines say of tiers that nodes share."""
+    """``capacity``: blocks. When it is full, a new block takes the place of the one that has been in neither GPU nor
+    host memory for longest: tiers behind these may keep blocks for ever. If there is none, the new one is not entered.
+    ``shared``: what all engines say of tiers that nodes share. ``dropped``: blocks that were left out, or made room."""
 
     def __init__(self, capacity: int, shared: SharedBlocks | None = None):
         self.capacity = capacity
         self._shared = shared if shared is not None else SharedBlocks()
         self._uses = 0  # bits of shared tiers in which this engine has had a block
-        self.dropped = 0  # blocks that were not entered
+        self.dropped = 0
+        #: Whether the engine may have blocks that are not here: then what is not found is unknown, not absent.
+        self.incomplete = False
         self.counts = [0] * _TIER_BITS  # by tier
         self._blocks: dict[int, int] = {}  # block's hash -> its key, and a bit for each tier
         self._hashes: dict[int, int] = {}  # key -> block's hash
+        self._not_in_memory: dict[int, None] = {}  # hashes of blocks in neither GPU nor host memory, oldest first
         self._adapters: set[str] = set()
         self._block_size = 0
         self._group: int | None = None
@@ -76,8 +82,14 @@ class BlockIndex:
         self._uses = 0
         self._blocks.clear()
         self._hashes.clear()
+        self._not_in_memory.clear()
         self.counts = [0] * _TIER_BITS
-        self._group, self._has_ghosts = None, False
+        self._group, self._has_ghosts, self.incomplete = None, False, False
+
+    def invalidate(self) -> None:
+        """What the engine has is not known any more."""
+        self.clear()
+        self.incomplete = True
 
     def lost_events(self) -> None:
         """Some blocks may be gone. They are kept: an engine that gets a request for one of them has it again."""
@@ -117,7 +129,7 @@ class BlockIndex:
             return
         if self._has_ghosts and len(self._blocks) + len(event.hashes) > self.capacity:
             # Blocks whose removal was lost must not fill the index for ever.
-            self.clear()
+            self.invalidate()
             self._group = event.group
         if event.adapter is not None and len(self._adapters) < _MAX_ADAPTERS:
             self._adapters.add(event.adapter)
@@ -129,8 +141,7 @@ class BlockIndex:
             block_hash = _fold(each)
             value = self._blocks.get(block_hash)
             if value is None:
-                if len(self._blocks) >= self.capacity:
-                    self.dropped += 1
+                if not self._make_room():
                     parent = block_hash
                     continue
                 key = hash((parent, _hash_extra(extra), digest))
@@ -141,8 +152,26 @@ class BlockIndex:
                 if bit & SHARED_BITS:
                     self._uses |= bit
                     self._shared.add(value >> _TIER_BITS, block_hash, event.tier)
-            self._blocks[block_hash] = value | bit
+            self._blocks[block_hash] = value = value | bit
+            if value & _IN_MEMORY:
+                self._not_in_memory.pop(block_hash, None)
+            else:
+                self._not_in_memory.setdefault(block_hash)
             parent = block_hash
+
+    def _make_room(self) -> bool:
+        """Whether one more block may be entered."""
+        while len(self._blocks) >= self.capacity:
+            self.dropped += 1
+            self.incomplete = True
+            if not self._not_in_memory:
+                return False
+            oldest = next(iter(self._not_in_memory))
+            value = self._blocks[oldest]
+            for tier in Tier:
+                if value >> tier & 1:
+                    self._remove(tier, (oldest,))
+        return True
 
     def _remove(self, tier: Tier, hashes: Iterable[int]) -> None:
         bit = 1 << tier
@@ -156,8 +185,11 @@ class BlockIndex:
             value ^= bit
             if value & _ANY:
                 self._blocks[block_hash] = value
+                if not value & _IN_MEMORY:
+                    self._not_in_memory.setdefault(block_hash)
                 continue
             del self._blocks[block_hash]
+            self._not_in_memory.pop(block_hash, None)
             key = value >> _TIER_BITS
             if self._hashes.get(key) == block_hash:
                 del self._hashes[key]

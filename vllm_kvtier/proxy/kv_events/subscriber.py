@@ -126,7 +126,7 @@ class EventSubscriber:
         except Exception:  # events such as no engine sends must not end this task, and leave the index as it is
             logger.exception("kvtier: proxy: a batch of KV events of %s is left out; its index is empty", self.address)
             self.counts["malformed"] += 1
-            self.index.clear()
+            self.index.invalidate()
 
     def _lose(self, number: int) -> None:
         """The batches before ``number`` cannot be had."""

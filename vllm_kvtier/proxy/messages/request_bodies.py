@@ -5,6 +5,7 @@ for byte, and a prompt of a megabyte is not parsed more often than needed.
 """
 
 import enum
+import json
 from typing import Any
 
 import msgspec
@@ -66,10 +67,7 @@ class ClientRequest:
     def __init__(self, route: Route, body: bytes, *, header_conversation_id: str | None = None):
         """Raises BadRequest."""
         self.route = route
-        try:
-            self.fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-        except UNREADABLE as error:
-            raise BadRequest(f"The request body is not a JSON object: {error}.") from error
+        self.fields = read_object(body)
         remove_transfer_fields(self.fields)
         #: Tokens-in/tokens-out has all sampling options in one object.
         self._sampling = self._read_sampling() if route is Route.GENERATE else {}
@@ -173,6 +171,22 @@ class ClientRequest:
         if isinstance(prompt, list) and not all(isinstance(token, int) for token in prompt):
             return None
         return prompt if isinstance(prompt, (str, list)) and prompt else None
+
+
+def read_object(body: bytes) -> dict[str, msgspec.Raw]:
+    """The fields of a JSON object. Raises BadRequest."""
+    try:
+        found: dict[str, msgspec.Raw] = msgspec.json.decode(as_utf8(body), type=dict[str, msgspec.Raw])
+    except (*UNREADABLE, UnicodeError) as error:
+        raise BadRequest(f"The request body is not a JSON object: {error}.") from error
+    return found
+
+
+def as_utf8(body: bytes) -> bytes:
+    """JSON in UTF-8. Engines (FastAPI, ``json.loads``) also take it with a byte order mark, in UTF-16 and in UTF-32.
+    Raises UnicodeError."""
+    encoding = json.detect_encoding(body)
+    return body if encoding == "utf-8" else body.decode(encoding).encode()
 
 
 def remove_transfer_fields(fields: dict[str, msgspec.Raw], nested: str = "vllm_xargs") -> None:

@@ -22,7 +22,7 @@ from vllm_kvtier.proxy.core import ProxyCore
 from vllm_kvtier.proxy.engines.engine import Engine, EngineFailure, EngineSlot, Reply
 from vllm_kvtier.proxy.messages import response_rewriter
 from vllm_kvtier.proxy.messages.incoming_request import Incoming
-from vllm_kvtier.proxy.messages.request_bodies import BadRequest, remove_transfer_fields
+from vllm_kvtier.proxy.messages.request_bodies import BadRequest, as_utf8, read_object, remove_transfer_fields
 from vllm_kvtier.proxy.messages.transfer_params import UNREADABLE
 from vllm_kvtier.proxy.routes.client_answer import (
     Answer,
@@ -123,9 +123,9 @@ class Passthrough(EngineRequest):
         """
         if not self._rule.salted or (self._incoming.path not in _ROUTES and not self._is_json(body)):
             return body
+        fields = read_object(body)
+        remove_transfer_fields(fields)
         try:
-            fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-            remove_transfer_fields(fields)
             salt = None if (raw := fields.pop("cache_salt", None)) is None else msgspec.json.decode(raw)
             previous = fields.get("previous_response_id")
             self._response = None if previous is None else msgspec.json.decode(previous)
@@ -138,7 +138,12 @@ class Passthrough(EngineRequest):
 
     def _is_json(self, body: bytes) -> bool:
         content_type = self._headers.get("content-type", "json").partition(";")[0].strip().lower()
-        return content_type.endswith("json") or body.lstrip().startswith(b"{")
+        if content_type.endswith("json"):
+            return True
+        try:
+            return as_utf8(body).lstrip().startswith(b"{")
+        except UnicodeError:
+            return False
 
     # -- which engine ----------------------------------------------------------------------------------------------
 

@@ -90,7 +90,7 @@ class ChecksumIndex:
         """The step after which all of ``entries`` are in the table."""
         return max((self._made[e.block][2] for e in entries), default=-1)
 
-    def forget(self, blocks: Iterable[int]) -> None:
+    def remove(self, blocks: Iterable[int]) -> None:
         """These blocks get new content."""
         if self._made:
             for block in blocks:

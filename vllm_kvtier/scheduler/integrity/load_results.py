@@ -72,9 +72,9 @@ class LoadResults:
             attempt(
                 "end of a load", self._end, request_id, ended, failed, repair=partial(self._release_all, request_id)
             )
-        attempt("results", self._forget_late, results)
+        attempt("results", self._remove_late, results)
 
-    def _forget_late(self, results: list[Result]) -> None:
+    def _remove_late(self, results: list[Result]) -> None:
         for result in results:
             if not self._under_way(result.request_id):  # as after an overdue result: nothing ends it any more
                 self._ended.pop(result.request_id, None)

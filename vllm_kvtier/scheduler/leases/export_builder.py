@@ -244,7 +244,7 @@ class ExportBuilder:
         self.unwanted.pop(name, None)
         _remember(self.ended, name)
 
-    def drop(self, name: str) -> None:
+    def release_export(self, name: str) -> None:
         """No engine will pull the prefill of this name: when it ends it is not exported. It may not run yet."""
         if name and name not in self.ended:
             _remember(self.unwanted, name)

@@ -73,7 +73,7 @@ class LeaseServerEvents:
     ``on_serving``: whether any lease is out, or was asked for just now. ``on_puller``: a peer that exports too leased
     this prefix.
     ``lease_cached``: lease blocks of the prefix cache itself; its answer may come from another thread.
-    ``lease_stretch``: the same of a prefill that goes on (``PrefillStretches.lease``). ``on_dropped``: an export that
+    ``lease_stretch``: the same of a prefill that goes on (``PrefillStretches.lease``). ``on_released``: an export that
     is not here will not be pulled.
     """
 
@@ -83,7 +83,7 @@ class LeaseServerEvents:
     on_puller: Callable[[m.LeaseRequest], object]
     lease_cached: LeaseCached | None = None
     lease_stretch: LeaseCached | None = None
-    on_dropped: Callable[[str], object] = lambda export: None
+    on_released: Callable[[str], object] = lambda export: None
 
 
 class LeaseServer(LeaseListener[Connection]):
@@ -116,7 +116,7 @@ class LeaseServer(LeaseListener[Connection]):
             self._receive([identity, frame])
 
         try:
-            return LocalServer(self._reactor, instance, m.MAX_MESSAGE, on_message, self._forget)
+            return LocalServer(self._reactor, instance, m.MAX_MESSAGE, on_message, self._remove_connection)
         except (KVTierError, OSError) as error:
             logger.warning("kvtier: engines of this node reach this one over TCP, which takes longer: %s", error)
             return None
@@ -216,7 +216,7 @@ class LeaseServer(LeaseListener[Connection]):
                 self._exports.release(message.lease, identity, message.done)
             case m.ReleaseExport():
                 if not self._exports.end_export(message.export):
-                    self._events.on_dropped(message.export)
+                    self._events.on_released(message.export)
             case m.Ping():
                 self._exports.renew(identity, self._config.lease_seconds)
                 for p in [p for p in self._parked if p.identity == identity and p.request.follow]:
@@ -354,10 +354,10 @@ class LeaseServer(LeaseListener[Connection]):
         if self._local is None or not self._local.send(identity, m.encode(message)):
             super()._send(identity, message)
 
-    def _forget(self, identity: bytes) -> None:
-        super()._forget(identity)
+    def _remove_connection(self, identity: bytes) -> None:
+        super()._remove_connection(identity)
         if self._local is not None:
-            self._local.drop(identity)
+            self._local.close_connection(identity)
 
     def _left(self, connection: Connection) -> None:
         self._parked = [p for p in self._parked if p.identity != connection.identity]

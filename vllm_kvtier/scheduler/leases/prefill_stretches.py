@@ -51,10 +51,10 @@ class PrefillStretches(BlockLeases):
         else:
             super().lease(request, connection, seconds, answer)
 
-    def drop(self, name: str) -> None:
+    def release_export(self, name: str) -> None:
         """No engine will pull this prefill, should it still run or wait. Any thread."""
         if self._scheduler_lock.known:
-            self._scheduler_lock.run_when_free(lambda: self._exporter.drop(name))
+            self._scheduler_lock.run_when_free(lambda: self._exporter.release_export(name))
 
     # -- under the lock ---------------------------------------------------------------------------------------------
 

@@ -70,7 +70,7 @@ class Provenance:
         """Whether the KV of this request, which runs, may be shared now."""
         return self.is_admitted(state) and state.request.lora_request is None
 
-    def forget(self, request: Any) -> bool:
+    def remove(self, request: Any) -> bool:
         """The request ended. Returns whether its KV may be shared."""
         before, lora = self._admitted.pop(request.request_id, None), request.lora_request
         if lora is None:

@@ -102,7 +102,7 @@ class RequestMatcher:
 
     def match(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """vLLM's ``get_num_new_matched_tokens``: tokens beyond ``computed`` that a hit covers; None: ask again."""
-        self._planner.forget(request.request_id)
+        self._planner.remove_request(request.request_id)
         tokens, asynchronous = self._match(request, computed)
         self._planner.will_compute(request.request_id, computed + (tokens or 0), request.num_tokens)
         return tokens, asynchronous
@@ -255,7 +255,7 @@ class RequestMatcher:
         job = state.job = hit.source.build_job(state, block_ids, tokens)
         state.can_cancel_load = hit.source.can_cancel_load
         for group in job.groups:
-            self._checksum_index.forget(group.blocks.tolist())
+            self._checksum_index.remove(group.blocks.tolist())
         if hit.ranks is not None and hit.instance not in self._known_peers:
             self._known_peers.add(hit.instance)
             self._new_peers[hit.instance] = hit.ranks
@@ -272,7 +272,7 @@ class RequestMatcher:
         job = state.job = job_builder.failed_job(state, self._geometry, block_ids, state.num_computed_tokens + external)
         state.can_cancel_load = False
         if state.hit is not None:
-            state.hit.source.forget_load(state)
+            state.hit.source.remove_load(state)
         self._jobs.append(job)
         if state.synchronous:
             self._sync_load.begin(state, job)
@@ -285,7 +285,7 @@ class RequestMatcher:
         ended; ``ended``: its load has.
         """
         if gone:
-            self._planner.forget(request_id)
+            self._planner.remove_request(request_id)
         state = self._tracked.get(request_id)
         if state is None:
             return self._source_selector.release_steps(request_id, None)
@@ -404,7 +404,7 @@ class RequestMatcher:
         """The request ended: release what it holds, unless the workers still read."""
         state = self.track(request)
         self._release_unused(state)
-        self._planner.forget(request.request_id)
+        self._planner.remove_request(request.request_id)
         self._source_selector.advance(state, Event.FINISH)
         if state.life.state is State.GONE:
             self._tracked.pop(request.request_id, None)

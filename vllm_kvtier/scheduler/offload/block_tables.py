@@ -140,7 +140,7 @@ class BlockTables:
             lot = 1 + self._lots % lot
         return (full + lot) * self._smallest
 
-    def forget(self, request_id: str) -> Table | None:
+    def remove(self, request_id: str) -> Table | None:
         """The request ended; its table as far as it was followed."""
         self._prompts.discard(request_id)
         return self._tables.pop(request_id, None)

@@ -148,7 +148,7 @@ class Offloader:
                 if request.lora_request is None:
                     self._keep_ended(table)
                 elif self._left(table):
-                    self._give_up_ended(table)
+                    self._count_skipped(table)
         if last:
             self._ask(True)
 
@@ -180,7 +180,7 @@ class Offloader:
                 return
             table = self._ended.pop(next(iter(self._ended)))
             if self._store.namespace_id(lora_fingerprint_of(table.request)) != table.namespace_id:
-                self._give_up_ended(table)  # a new namespace was started
+                self._count_skipped(table)  # a new namespace was started
                 continue
             self._collect(table, table.ended)
             self._keep_ended(table)
@@ -199,9 +199,9 @@ class Offloader:
             table.rewinds, table.why = max(table.rewinds, same.rewinds), table.why or same.why
         self._ended[key] = table
         if len(self._ended) > MAX_ENDED_TABLES:
-            self._give_up_ended(self._ended.pop(next(iter(self._ended))))
+            self._count_skipped(self._ended.pop(next(iter(self._ended))))
 
-    def _give_up_ended(self, table: Table) -> None:
+    def _count_skipped(self, table: Table) -> None:
         why = table.why or self._no_room()
         for g, done in enumerate(table.offered):
             self._counters.count("stores_skipped", why, max(0, self._last(table, g, table.ended) - done))
@@ -369,9 +369,9 @@ class Offloader:
             if why == STORED_ALREADY:
                 self._counters.count("stores_skipped", why, len(items))
             elif why != STORED:
-                self._take_back(items, why)
+                self._not_stored(items, why)
 
-    def _take_back(self, items: list[Item], why: str) -> None:
+    def _not_stored(self, items: list[Item], why: str) -> None:
         by_table: defaultdict[Table, list[Item]] = defaultdict(list)
         for item in items:
             by_table[item.table].append(item)
@@ -466,7 +466,7 @@ class Offloader:
         self.jobs.wait_quiet(seconds)
         self.drain()
         while self._ended:
-            self._give_up_ended(self._ended.popitem()[1])
+            self._count_skipped(self._ended.popitem()[1])
 
 
 def _split(found: list[tuple[int, int]]) -> tuple[Sequence[int], Sequence[int]]:

@@ -332,7 +332,7 @@ class StoreJobs:
             self._land(flight)
             return
         if kept:
-            self._forget(kept)
+            self._remove(kept)
             self.returned += [(kept, STORED), (same[False], STORED_ALREADY)]
         if lost:
             slots = [item.slot for item in lost]
@@ -354,9 +354,9 @@ class StoreJobs:
 
     def _close_gaps(self) -> None:
         while self._gaps and self._gaps[0][0] <= self._answered:
-            self._forget(self._gaps.popleft()[1])
+            self._remove(self._gaps.popleft()[1])
 
-    def _forget(self, items: list[Item]) -> None:
+    def _remove(self, items: list[Item]) -> None:
         for item in items:
             name = item.name
             if self._flying.get(name) is item:  # on another connection it may have got another slot

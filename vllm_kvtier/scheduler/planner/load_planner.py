@@ -154,7 +154,7 @@ class LoadPlanner:
 
     def will_compute(self, request_id: str, start: int, prompt: int) -> None:
         """Tokens [start, prompt) of this request are in no step yet, and are computed as far as is known."""
-        self.forget(request_id)
+        self.remove_request(request_id)
         seconds = self._steps.prefill_seconds(start, prompt, 0, 0.0)
         if seconds > 0 and prompt - start > MIN_PREFILL_TOKENS:  # of fewer, ``computes`` does not learn when they are
             self._to_compute[request_id] = prompt, seconds
@@ -166,7 +166,7 @@ class LoadPlanner:
         if waiting is not None:
             self.will_compute(request_id, min(end, waiting[0]), waiting[0])
 
-    def forget(self, request_id: str) -> None:
+    def remove_request(self, request_id: str) -> None:
         """The request is loaded, is matched, or has ended."""
         waiting = self._to_compute.pop(request_id, None)
         if waiting is not None:  # a sum of floats that comes and goes: exactly 0 whenever nothing waits

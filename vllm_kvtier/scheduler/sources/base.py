@@ -283,7 +283,7 @@ class KVSource(ABC):
     def cancel_load(self, state: RequestState) -> None:
         """The request of a load under way ended: begin no more of it than has to be."""
 
-    def forget_load(self, state: RequestState) -> None:
+    def remove_load(self, state: RequestState) -> None:
         """What ``build_job`` returned does not get to the workers; a failed job takes its place."""
 
     def on_result(self, state: RequestState, result: Result) -> None:

@@ -167,7 +167,7 @@ class FollowedPrefillSource(PrefillHandoffSource):
         """A FailedJob if the prefill was lost while the request waited for blocks."""
         start = state.num_computed_tokens
         f = _Following(state, state.pending.answer, block_ids, tokens, start, self._num_blocks(start, tokens))
-        self._context.checksum_index.forget(
+        self._context.checksum_index.remove(
             block
             for ids, (size, _) in zip(block_ids, self._geometry.groups, strict=True)
             for block in ids[start // size :]
@@ -265,7 +265,7 @@ class FollowedPrefillSource(PrefillHandoffSource):
             f.aborted = True
             self.grown.append(state.request.request_id)
 
-    def forget_load(self, state: RequestState) -> None:
+    def remove_load(self, state: RequestState) -> None:
         self._following.pop(state.request.request_id, None)
 
     def on_result(self, state: RequestState, result: Result) -> None:

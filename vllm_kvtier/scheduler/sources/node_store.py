@@ -230,7 +230,7 @@ class NodeStoreSource(StoreSource):
             most = len(block_hashes) * self._hash_block_size
             return PendingLookup(self, answer, start, most, self.epoch, instance)
         except Exception:
-            self._give_back(answer)
+            self._release_answer(answer)
             raise
 
     def lacks(
@@ -313,9 +313,9 @@ class NodeStoreSource(StoreSource):
         self.opened_client.release(hit.lease, hit.session)
 
     def cancel(self, pending: PendingLookup) -> None:
-        self._give_back(pending.answer)
+        self._release_answer(pending.answer)
 
-    def _give_back(self, answer: Pending) -> None:
+    def _release_answer(self, answer: Pending) -> None:
         """Release the lease of an answer, now or when it arrives."""
         answer.then(
             lambda p: (

@@ -148,7 +148,7 @@ class RemoteStoreSource(StoreSource):
             remote_lease.reading = True
             self._peers.begin_read(remote_lease.peer)
 
-    def _give_back(self, lease: int) -> None:
+    def _release_lease(self, lease: int) -> None:
         remote_lease = self._leases.pop(lease, None)
         if remote_lease is None:
             return
@@ -240,7 +240,7 @@ class RemoteStoreSource(StoreSource):
         pending.answer.then(lambda p: self._return(p.outcome.hit.lease) if p.outcome.hit is not None else None)
 
     def _return(self, lease: int) -> None:
-        self._reactor.call_soon(lambda: self._give_back(lease))
+        self._reactor.call_soon(lambda: self._release_lease(lease))
 
     def discard(self, lora_fingerprint: bytes, group: int, block_hash: bytes, slot: int, session: int) -> None:
         """``session``: the lease of the load. If it has ended, the slot may have had another content by then."""

@@ -277,7 +277,7 @@ class StoreSource(KVSource):
         self._counters.count("loaded_logical_bytes", amount=state.hit.logical_bytes)
 
     def on_load_failed(self, state: RequestState, result: Result) -> None:
-        """The store forgets the blocks whose checksum is wrong."""
+        """The store discards the blocks whose checksum is wrong."""
         if not isinstance(result, LoadResult):  # the late result of an earlier job of another source
             return
         fingerprint, session = lora_fingerprint_of(state.request), state.hit.session

@@ -76,12 +76,12 @@ class BlockTable:
         here = self._namespaces.get(namespace_id)
         return start if here is None else here.match(block_hashes, start, pages_limit)[0]
 
-    def forget(self, namespace_id: bytes, group: int, block_hash: bytes) -> bool:
+    def remove(self, namespace_id: bytes, group: int, block_hash: bytes) -> bool:
         """Remove a block, even while it is being written. False: it is not listed."""
         entry = self.find(namespace_id, group, block_hash)
         if entry is None:
             return False
-        self._forget(entry, RemovalReason.DISCARDED)
+        self._remove(entry, RemovalReason.DISCARDED)
         self._stats.discards += 1
         return True
 
@@ -91,7 +91,7 @@ class BlockTable:
         cleared = [here for name, here in self._namespaces.items() if namespace_id in (None, name)]
         entries = [entry for here in cleared for table in here.tables for entry in reversed(table.values())]
         for entry in entries:
-            self._forget(entry, RemovalReason.CLEARED)
+            self._remove(entry, RemovalReason.CLEARED)
         return len(entries)
 
     def restore(
@@ -101,7 +101,7 @@ class BlockTable:
 
         ``SlotPool.restore`` has taken their slots. Returns the refused blocks, which are duplicates or have other
         groups than the namespace; their slots are free again. A block without its parent becomes an orphan, as after a
-        ``forget``.
+        ``remove``.
         """
         here = self._open(namespace_id, hash_block_size, shapes)
         refused, ready = [], []
@@ -173,7 +173,7 @@ class BlockTable:
             self.removal_history.evicted(entry)
         self._unlist(entry)
 
-    def _forget(self, entry: BlockEntry, removal_reason: RemovalReason) -> None:
+    def _remove(self, entry: BlockEntry, removal_reason: RemovalReason) -> None:
         """Remove a block that may have children; these become unreachable."""
         if self.removal_history is not None:
             self.removal_history.record(entry.name, removal_reason)
@@ -184,17 +184,17 @@ class BlockTable:
                 self._room.withdraw(entry)
             self._unlist(entry)
         else:
-            self._remove(entry)
+            self._unlink(entry)
         self._free_if_unused(entry)
 
     def _unlist(self, entry: BlockEntry) -> None:
         """Unlist a ready block that was withdrawn from its policy."""
         self._stats.entries -= 1
-        self._remove(entry)
+        self._unlink(entry)
         for watch in self.watches:
             watch.gone(entry)
 
-    def _remove(self, entry: BlockEntry) -> None:
+    def _unlink(self, entry: BlockEntry) -> None:
         here = entry.namespace
         here.remove(entry)
         entry.state = GONE

@@ -258,7 +258,7 @@ class Index(BlockTable):
         ended = self._end_reservations(client, slots)
         for entry in reversed(ended):
             if entry.state is RESERVED:
-                self._forget(entry, removal_reason)
+                self._remove(entry, removal_reason)
         self._stats.aborts += len(ended)
         return len(ended)
 
@@ -272,7 +272,7 @@ class Index(BlockTable):
         entry = here.tables[group].get(block_hash)
         if entry is None or entry.state is not READY or entry.slot != slot:
             return False
-        self._forget(entry, RemovalReason.DISCARDED)
+        self._remove(entry, RemovalReason.DISCARDED)
         self._stats.discards += 1
         return True
 

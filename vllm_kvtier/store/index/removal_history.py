@@ -40,7 +40,7 @@ class RemovalHistory:
         self._names, self._when, self._reasons = array("q"), array("d"), array("B")  # the ring
         self._next = 0  # position in it
         self._last: dict[int, int] = {}  # name -> its last position
-        self._forgot: float | None = None  # time of the last record that was overwritten
+        self._overwritten_at: float | None = None  # time of the last record that was overwritten
         self.eviction_reason: Callable[[BlockEntry], RemovalReason] = lambda entry: RemovalReason.EVICTED
 
     def __len__(self) -> int:
@@ -53,7 +53,7 @@ class RemovalHistory:
             old = self._names[at]
             if self._last.get(old) == at:
                 del self._last[old]
-                self._forgot = self._when[at]
+                self._overwritten_at = self._when[at]
             self._names[at], self._when[at], self._reasons[at] = key, self._clock(), removal_reason
         else:
             self._names.append(key)
@@ -73,4 +73,4 @@ class RemovalHistory:
     def ages(self) -> tuple[float, float]:
         """(seconds for which all removals are recorded, seconds since the start): equal until one was overwritten."""
         now = self._clock()
-        return now - (self._began if self._forgot is None else self._forgot), now - self._began
+        return now - (self._began if self._overwritten_at is None else self._overwritten_at), now - self._began

@@ -52,24 +52,26 @@ def memory_limits(root: str = "/") -> MemoryLimits:
     return MemoryLimits(limit, min(free for _, free, _ in limits), source)
 
 
-def pool_bytes(size: str, limits: MemoryLimits) -> int:
-    """Bytes of the pool, a multiple of PAGE. Raises ConfigError if ``size`` is invalid or does not fit."""
+def pool_bytes(size: str, limits: MemoryLimits, beside: int = 0) -> int:
+    """Bytes of the pool, a multiple of PAGE. ``beside``: bytes that the store's tiers take beside it, perhaps later.
+    Raises ConfigError if ``size`` is invalid, or both do not fit."""
     if size.strip().lower() == "auto":
-        parsed: int | None = min(limits.limit // AUTO_OF_LIMIT, int(limits.fits * AUTO_OF_FREE))
+        parsed: int | None = min(limits.limit // AUTO_OF_LIMIT, int((limits.fits - beside) * AUTO_OF_FREE))
     else:
         parsed = _bytes(size, {**_FACTORS, "%": limits.limit / 100})
     if parsed is None or (parsed > limits.limit and "%" in size):
         raise ConfigError(f"pool size {size!r}: give bytes, 64GiB, 64G, 64GB, 10% (at most 100%) or auto")
-    wanted = parsed // PAGE * PAGE
+    wanted, more = max(0, parsed) // PAGE * PAGE, f", with {format_bytes(beside)} of its tiers beside it" * (beside > 0)
     if wanted < MIN_POOL:
         raise ConfigError(
-            f"a pool of {size} ({wanted} bytes) is too small for the node store: at least {MIN_POOL} bytes are required"
+            f"a pool of {size} ({wanted} bytes{more}) is too small for the node store: at least {MIN_POOL} bytes are "
+            "required"
         )
-    if wanted > limits.fits:
+    if wanted > (fits := max(0, limits.fits - beside) // PAGE * PAGE):
         raise ConfigError(
-            f"a pool of {size} ({format_bytes(wanted)}) does not fit: {limits.source} is {format_bytes(limits.limit)}, "
-            f"{format_bytes(limits.free)} of it are free now; at most {format_bytes(limits.fits)} ({limits.fits} "
-            "bytes) would fit"
+            f"a pool of {size} ({format_bytes(wanted)}{more}) does not fit: {limits.source} is "
+            f"{format_bytes(limits.limit)}, {format_bytes(limits.free)} of it are free now; at most "
+            f"{format_bytes(fits)} ({fits} bytes) would fit"
         )
     return wanted
 

@@ -124,7 +124,7 @@ class PoolMemory:
                     self._commit(self.ready, end, threads)
                 except OSError as error:
                     if not self._stop.is_set():
-                        self._give_up(error)
+                        self._stop_committing(error)
                     return
                 if not self._stop.is_set():
                     self.ready = end
@@ -172,7 +172,7 @@ class PoolMemory:
         if not self._populates:
             os.posix_fallocate(self.fd, offset, length)
 
-    def _give_up(self, error: OSError) -> None:
+    def _stop_committing(self, error: OSError) -> None:
         """Serve with the memory committed so far. No retry: memory that is short once would be short again."""
         self.usable = self.ready
         self.note = (

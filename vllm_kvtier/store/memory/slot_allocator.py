@@ -23,7 +23,7 @@ class Tenant:
 
 
 class SlotAllocator:
-    """``forget(entry)`` is called for each victim before its slot is freed, and must unlist it.
+    """``unlist(entry)`` is called for each victim before its slot is freed, and must unlist it.
 
     tenant_share: of the pool, for one named tenant; 1.0: no limit. Beyond it only the tenant's own blocks are evicted
     for it. Requests without a tenant (b"") have no limit.
@@ -39,12 +39,12 @@ class SlotAllocator:
         policy: Callable[[], Policy],
         tenant_share: float,
         state_share: float,
-        forget: Callable[[BlockEntry], None],
+        unlist: Callable[[BlockEntry], None],
     ):
         self.pool = pool
         self.evictions = 0
         self.state_pages = 0
-        self._share, self._state_share, self._forget = tenant_share, state_share, forget
+        self._share, self._state_share, self._unlist = tenant_share, state_share, unlist
         self._states: defaultdict[int, Lru] = defaultdict(Lru)  # ready states by slot size
         self._policies: defaultdict[int, Policy] = defaultdict(policy)  # by slot size
         self._at: dict[int, BlockEntry] = {}  # every slot in use
@@ -135,9 +135,9 @@ class SlotAllocator:
                 for entry in entries:
                     self._tenants[entry.tenant].queues[size].touch((entry,))
 
-    def _drop(self, entry: BlockEntry) -> None:
+    def _evict_block(self, entry: BlockEntry) -> None:
         self.withdraw(entry, evicted=True)
-        self._forget(entry)
+        self._unlist(entry)
         self.free(entry)
         self.evictions += 1
 
@@ -164,7 +164,7 @@ class SlotAllocator:
             if may_go(path[-1]):
                 # Go on upwards: the next coldest block is the rest of this path anyway.
                 while path and n > 0 and may_go(path[-1]):
-                    self._drop(path.pop())
+                    self._evict_block(path.pop())
                     n, left = n - 1, left - 1
                 continue
             path.reverse()
@@ -204,7 +204,7 @@ class SlotAllocator:
             if mine is not None and not force and sum(e.used for e in going) >= mine.used * len(going):
                 return False
             for entry in going:
-                self._drop(entry)
+                self._evict_block(entry)
             return True
         return False
 

@@ -137,7 +137,7 @@ class SlotPool:
         self.used -= slab.size
         self._open.setdefault(slab.size, {})[slab] = None
         if slab.free == (1 << slab.count) - 1:
-            self._drop(slab)
+            self._remove_slab(slab)
 
     def around(self, slot: int, size: int, limit: int) -> list[Slab] | None:
         """Slabs of other sizes, including this slot's, that make room for a slot of ``size`` when emptied.
@@ -202,7 +202,7 @@ class SlotPool:
     def _slab_of(self, slot: int) -> Slab:
         return self._slabs[bisect_right(self._starts, slot) - 1]
 
-    def _drop(self, slab: Slab) -> None:
+    def _remove_slab(self, slab: Slab) -> None:
         at = bisect_left(self._starts, slab.start)
         del self._starts[at], self._slabs[at]
         slabs = self._open[slab.size]

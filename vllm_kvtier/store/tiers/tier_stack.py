@@ -12,8 +12,10 @@ from vllm_kvtier.store.options import StoreOptions
 from vllm_kvtier.store.protocol import TierQuery
 from vllm_kvtier.store.tiers.admission import Admission, admission
 from vllm_kvtier.store.tiers.base import Tier, TierCounts, Want
+from vllm_kvtier.store.tiers.content_tier import REMEMBERED_BYTES
 from vllm_kvtier.store.tiers.demotion import Demotion, DemotionLimits
 from vllm_kvtier.store.tiers.disk.tier import DiskTier
+from vllm_kvtier.store.tiers.mooncake.options import MooncakeOptions
 from vllm_kvtier.store.tiers.mooncake.tier import MooncakeTier
 from vllm_kvtier.store.tiers.nodes.lease_table import NodeLeaseTable
 from vllm_kvtier.store.tiers.nodes.tier import NodesTier
@@ -118,7 +120,7 @@ class TierStack:
         """End of the hash blocks that the tiers might have from ``want.start`` on. Promotes nothing."""
         return self._promotion.peek(want)
 
-    def forget(self, client: int) -> None:
+    def remove_client(self, client: int) -> None:
         """The client disconnected: cancel its waits. Its promotions go on."""
         for waiter in self._waiting.pop(client, ()):
             waiter.cancel()
@@ -142,6 +144,14 @@ class TierStack:
         for each in counts:
             each.extra = {**each.extra, **lanes.get(each.name, {})}
         return counts
+
+
+def bytes_beside_pool(options: StoreOptions) -> int:
+    """Memory that the tiers of these options take beside the pool once they are full: Mooncake's segment, and what
+    tiers of blocks named by content remember. Raises ConfigError for invalid options."""
+    tables = bool(options.mooncake_master) + bool(options.object_url)
+    segment = MooncakeOptions.parse(options.named("mooncake_")).segment_bytes if options.mooncake_master else 0
+    return tables * REMEMBERED_BYTES + segment
 
 
 def open_tiers(

@@ -97,7 +97,7 @@ def _assigned(owner: type) -> frozenset[str]:
     )
 
 
-def forget() -> None:
+def clear() -> None:
     """Classes may have changed."""
     _assigned.cache_clear()
 

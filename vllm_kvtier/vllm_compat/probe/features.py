@@ -146,9 +146,9 @@ def start(side: Side) -> None:
         granted(feature)
 
 
-def forget() -> None:
+def clear() -> None:
     """Check and log everything again. For tests, and for tools that change the installation."""
     with _lock:
         _results.clear()
         _logged.clear()
-        checks.forget()
+        checks.clear()

@@ -114,6 +114,13 @@ class Elements(NamedTuple):
     moves: list[tuple[int, np.ndarray, np.ndarray]]
 
 
+def fewest_reads(local_ids: np.ndarray, remote_ids: np.ndarray) -> int:
+    """Reads of a row of pairs, in whichever of the orders of ``PageRows.indices`` has fewer."""
+    order = np.argsort(local_ids, kind="stable")
+    local_ids, remote_ids = local_ids[order], remote_ids[order]
+    return min(_breaks(local_ids, remote_ids), _breaks(local_ids, np.sort(remote_ids))) if len(order) else 0
+
+
 def _breaks(local_ids: np.ndarray, remote_ids: np.ndarray) -> int:
     """Number of reads of a row of pairs: neighbours merge where both ids increase by one."""
     return 1 + int(((np.diff(local_ids) != 1) | (np.diff(remote_ids) != 1)).sum())

@@ -29,21 +29,26 @@ class DirectReads:
 
     def open(self, job: PullJob, ranks: Sequence[RankInfo]) -> "DirectRead":
         """Raises KVTierError for a block that does not exist."""
+        info = self.source(job, ranks)
+        check_blocks(job, info.num_blocks)
+        return DirectRead(self, job, info)
+
+    def source(self, job: PullJob, ranks: Sequence[RankInfo]) -> RankInfo:
+        """The rank that is read."""
         info = self._chosen.get(job.instance)
         if info is None:
             info = self._chosen[job.instance] = direct_source(self._rank, self._geometry, self._heads, ranks)
-        check_blocks(job, info.num_blocks)
-        return DirectRead(self, job, info)
+        return info
 
     def connected(self, instance: str) -> bool:
         info = self._chosen.get(instance)
         return info is not None and info.agent in self._peers and self._transport.knows(info.agent)
 
-    def forget(self, instance: str) -> None:
+    def remove(self, instance: str) -> None:
         """Its ranks may be others than before."""
         self._chosen.pop(instance, None)
 
-    def drop_lists(self) -> None:
+    def release_lists(self) -> None:
         self._peers.clear()
 
     def start(self, read: "DirectRead") -> Transfer:
@@ -86,6 +91,7 @@ class DirectRead:
     moves: list = field(default_factory=list)
     check: Any = None
     more = False
+    copies = False
 
     def start(self) -> Transfer:
         return self.reads.start(self)

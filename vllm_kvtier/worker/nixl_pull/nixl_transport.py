@@ -180,7 +180,7 @@ class NixlTransport:
             logger.debug("kvtier: NIXL: a read from %s cannot be released: %s", transfer.peer, error)
 
     def retire(self) -> bool:
-        """End the agent that reads, with its connections, lists and reads. Release transfers and drop lists before,
+        """End the agent that reads, with its connections, lists and reads. Release transfers and lists before,
         since they keep it alive. False: it has not ended and may still write (``retired`` checks again)."""
         reader, self._reader = self._reader, None
         if reader is not None:

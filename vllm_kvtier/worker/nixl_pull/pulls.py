@@ -6,8 +6,8 @@ read that did not end, the second comes when the agent that reads has ended (see
 The agent is then *retiring*: no read begins with it, reads under way have ``GRACE_SECONDS`` to end, and the others fail
 with it.
 
-``DirectReads`` and ``StagedReads`` know what is read, where to, and how it is verified. A staged pull reads in several
-rounds, one after another.
+``DirectReads``, ``StagedReads`` and ``MappedReads`` know what is read, where to, and how it is verified. A staged pull
+reads in several rounds, one after another.
 """
 
 import enum
@@ -26,6 +26,7 @@ from vllm_kvtier.worker.nixl_pull.direct_reads import DirectRead, DirectReads
 from vllm_kvtier.worker.nixl_pull.nixl_transport import NixlTransport, Transfer, TransferState
 from vllm_kvtier.worker.nixl_pull.peer_memory import PeerMemory
 from vllm_kvtier.worker.nixl_pull.staged_reads import StagedRead, StagedReads
+from vllm_kvtier.worker.peer_fetch.mapped_reads import MappedRead, MappedReads
 
 logger = get_logger(__name__)
 
@@ -60,7 +61,7 @@ class _Pull:
     transfer: Transfer | None = None
     stage: Stage = Stage.READING
     reason: str = ""
-    read: DirectRead | StagedRead | None = None  # once it began
+    read: DirectRead | StagedRead | MappedRead | None = None  # once it began
     after: torch.cuda.Event | None = None  # an earlier step uses its blocks until then
     not_before: float = 0.0  # to read
     began: float = 0.0  # to read, last
@@ -73,13 +74,20 @@ class _Pull:
 
 class Pulls:
     def __init__(
-        self, transport: NixlTransport, memory: PeerMemory, rank: int, heads: Sequence[HeadRange] = ()
+        self,
+        transport: NixlTransport,
+        memory: PeerMemory,
+        rank: int,
+        heads: Sequence[HeadRange] = (),
+        mapped: MappedReads | None = None,
     ):
-        """``heads``: by group, the KV heads that this rank holds; (): unknown."""
+        """``heads``: by group, the KV heads that this rank holds; (): unknown. ``mapped``: what reads scattered blocks
+        of engines of this node; None: NIXL."""
         self._transport, self._memory = transport, memory
         self._sources: dict[str, list[RankInfo]] = {}
         self._direct = DirectReads(transport, memory, rank, heads)
         self._staged = StagedReads(transport, memory, rank, heads)
+        self._mapped = mapped
         self._pulls: list[_Pull] = []
         self._logged: set[str] = set()
         self._retire_by: float | None = None  # when the agent retires; None: it is not retiring
@@ -107,7 +115,7 @@ class Pulls:
 
     def add_engine(self, instance: str, ranks: list[RankInfo]) -> None:
         self._sources[instance] = ranks
-        self._direct.forget(instance)
+        self._direct.remove(instance)
         self._engines_met += 1
 
     def connected(self, instance: str) -> bool:
@@ -138,7 +146,8 @@ class Pulls:
             try:
                 result = self._advance(pull, quick)
             except Exception as error:  # one pull's error must not stop the others
-                logger.exception("kvtier: pulls: internal error in a pull from %s; it fails", pull.job.instance)
+                if not isinstance(error, KVTierError):
+                    logger.exception("kvtier: pulls: internal error in a pull from %s; it fails", pull.job.instance)
                 result = self._broken(pull, str(error))
             if result is not None:
                 self._pulls.remove(pull)
@@ -183,9 +192,19 @@ class Pulls:
         if ranks is None:
             raise KVTierError("that engine is unknown")
         if pull.read is None:
-            pull.read = (self._staged if pull.job.staged else self._direct).open(pull.job, ranks)
+            pull.read = self._open(pull.job, ranks)
         pull.transfer = pull.read.start()
         pull.stage = Stage.READING if pull.transfer is not None else Stage.WAITING
+        if pull.read.copies:
+            pull.stage = Stage.VERIFYING
+
+    def _open(self, job: PullJob, ranks: list[RankInfo]) -> DirectRead | StagedRead | MappedRead:
+        if job.staged:
+            return self._staged.open(job, ranks)
+        mapped = None
+        if self._mapped is not None:
+            mapped = self._mapped.open(job, self._direct.source(job, ranks))
+        return mapped or self._direct.open(job, ranks)
 
     def _cannot_read(self, pull: _Pull, error: Exception) -> PullResult:
         if not isinstance(error, KVTierError):
@@ -266,8 +285,8 @@ class Pulls:
                 transfer, pull.transfer = pull.transfer, None
                 self._transport.release(transfer)
                 del transfer  # a reference to its handle keeps the agent alive
-        self._direct.drop_lists()  # so do prepared lists
-        self._staged.drop_lists()
+        self._direct.release_lists()  # so do prepared lists
+        self._staged.release_lists()
         self._retire_by, self._next_check, self._engines_met = None, 0.0, 0
         self._transport.retire()
 
@@ -278,7 +297,7 @@ class Pulls:
         if not self._transport.retired():
             if not self._next_check:
                 logger.error(
-                    "kvtier: pulls: NIXL does not give back the memory of a failed read; its blocks stay out of use "
+                    "kvtier: pulls: NIXL does not free the memory of a failed read; its blocks stay out of use "
                     "and their requests wait; restart this engine"
                 )
             self._next_check = now + RECHECK_SECONDS

@@ -84,12 +84,12 @@ class StagedReads:
             self._parts[instance] = found
         return found
 
-    def drop_lists(self) -> None:
+    def release_lists(self) -> None:
         """They keep the agent alive that reads."""
         while self._parts:
             _, parts = self._parts.popitem()
             for name in [name for part in parts for name in part.names]:
-                self.copier.forget(name)
+                self.copier.remove(name)
 
     def close(self) -> None:
         """Wait for copies under way. The ring stays: a read that did not end may write to it."""
@@ -135,6 +135,8 @@ class StagedReads:
 
 class StagedRead:
     """One pull."""
+
+    copies = False
 
     def __init__(self, reads: StagedReads, job: PullJob, ranks: Sequence[RankInfo]):
         self._reads, self._job, self._ranks = reads, job, ranks

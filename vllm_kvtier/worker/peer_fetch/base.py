@@ -76,7 +76,7 @@ class PeerCopier(Protocol):
         """Map and prepare the ranks of a source that ``shapes.tp_mapping`` selected; idempotent. May take
         milliseconds. Raises KVTierError if this source can never be read."""
 
-    def forget(self, instance: str) -> None:
+    def remove(self, instance: str) -> None:
         """Unmap a source as soon as no copy uses it; idempotent."""
 
     def start(self, jobs: Sequence[CopyJob], after: Any | None = None) -> Copy:

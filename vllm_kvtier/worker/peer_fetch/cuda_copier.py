@@ -144,7 +144,7 @@ class CudaPeerCopier:
             raise
         self._sources[instance] = _Source(mapped, dict(tables))
 
-    def forget(self, instance: str) -> None:
+    def remove(self, instance: str) -> None:
         found = self._sources.pop(instance, None)
         if found is None:
             return
@@ -207,7 +207,7 @@ class CudaPeerCopier:
         self._stream.synchronize()
         self._reap()
         for source in list(self._sources):
-            self.forget(source)
+            self.remove(source)
         for event in self._events:
             self.driver.destroy_event(event)
         self._events.clear()

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.jobs.results import FetchResult, failed_result
-from vllm_kvtier.jobs.transfer_jobs import MAX_LOCK_SECONDS, PeerFetchJob
+from vllm_kvtier.jobs.transfer_jobs import MAX_LOCK_SECONDS, PeerFetchJob, PullJob
 from vllm_kvtier.logs import get_logger
 from vllm_kvtier.shapes.tp_mapping import check_memory, map_source_ranks
 from vllm_kvtier.wire.messages import HeadRange, RankInfo, Shared
@@ -76,7 +77,7 @@ class PeerFetches:
     ):
         """``table``: int64 [num_blocks], our checksums, on ``view``'s device. ``heads``: by group, the heads that we
         hold."""
-        # Called for each source that is read for the first time; ``forget`` it when a process of it ends.
+        # Called for each source that is read for the first time; ``remove_source`` it when a process of it ends.
         self.added: Callable[[str, Iterable[Shared]], None] = lambda source, shared: None
         self.lock = threading.RLock()
         self.on_device = view.device.type == "cuda"
@@ -112,6 +113,20 @@ class PeerFetches:
         with self.lock:
             if not self._stopped:
                 self._copier.warm_up()
+
+    def map_source(self, instance: str) -> None:
+        """Map this engine's memory, so that it is ``ready``; if that fails, it is never. May take long."""
+        with self.lock, suppress(KVTierError):
+            self._prepare(instance)
+
+    def begin_copy(self, job: PullJob) -> Copy:
+        """Begin to copy a pull's blocks, which nothing else uses, from an engine that was ``ready``. Under ``lock``,
+        which is needed to see its end too. Raises KVTierError if the engine has ended, or for blocks that do not exist;
+        then nothing is copied."""
+        if not self.ready(job.instance):
+            raise KVTierError(self._stopped or "its memory is not mapped any more")
+        self._check(job)
+        return self._copier.start([CopyJob(job.instance, job.groups, time.monotonic() + job.timeout)])
 
     def start(self, jobs: Sequence[PeerFetchJob], after: Any = None) -> list[FetchResult]:
         """Begin to copy, all jobs in one launch; returns the results of impossible jobs. ``after``: torch.cuda.Event
@@ -163,11 +178,11 @@ class PeerFetches:
         finally:
             self.lock.release()
 
-    def forget(self, instance: str) -> None:
+    def remove_source(self, instance: str) -> None:
         """The source's engine has ended. Copies under way end by themselves."""
         with self.lock:
             self._engines.pop(instance, None)
-            self._forget(instance)
+            self._remove_source(instance)
             self._unmappable.pop(instance, None)
             self._logged.discard(instance)
 
@@ -232,7 +247,7 @@ class PeerFetches:
         self._ready[instance] = min((part.source.num_blocks for part in parts), default=0)
         self.added(instance, [part.source.shared for part in parts])
 
-    def _check(self, job: PeerFetchJob) -> None:
+    def _check(self, job: PeerFetchJob | PullJob) -> None:
         """Raise KVTierError for groups and blocks that do not exist: a job repeats a peer's answer."""
         for g in job.groups:
             if not 0 <= g.group < len(self._view.groups):
@@ -262,7 +277,7 @@ class PeerFetches:
         bad, why = fetch.copy.bad(number), fetch.copy.why(number)
         if why:
             # The next fetch maps the source again.
-            self._forget(job.instance)
+            self._remove_source(job.instance)
             return self._failed(job, f"the copy from {job.instance} failed: {why}", fetch.started)
         seconds, nbytes = time.monotonic() - fetch.started, self._bytes(job)
         if not bad:
@@ -281,9 +296,9 @@ class PeerFetches:
     def _bytes(self, job: PeerFetchJob) -> int:
         return sum(g.num_blocks * self._view.groups[g.group].block_bytes for g in job.groups)
 
-    def _forget(self, instance: str) -> None:
+    def _remove_source(self, instance: str) -> None:
         self._ready.pop(instance, None)
-        self._copier.forget(instance)
+        self._copier.remove(instance)
 
     def _take(self) -> list[FetchResult]:
         ended, self._ended = self._ended, []

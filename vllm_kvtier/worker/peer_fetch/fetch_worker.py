@@ -16,6 +16,7 @@ from vllm_kvtier.wire.messages import HeadRange, RankInfo, Shared
 from vllm_kvtier.worker.context import RankContext
 from vllm_kvtier.worker.nixl_pull.peer_memory import PeerMemory
 from vllm_kvtier.worker.peer_fetch.fetch_jobs import PeerFetches, share_memory
+from vllm_kvtier.worker.peer_fetch.mapped_reads import MappedReads
 from vllm_kvtier.worker.peer_fetch.peer_process_watch import PeerProcessWatch
 
 logger = get_logger(__name__)
@@ -38,6 +39,10 @@ class FetchWorker:
         self._fetches, self._call_soon, self._finish, self._poll_soon = fetches, call_soon, finish, poll_soon
         # ``begin_now``: synchronous fetches, on the model runner's thread before the forward is launched.
         self.on_device, self.under_way, self.begin_now = fetches.on_device, fetches.under_way, fetches.start_now
+
+    def reads(self) -> MappedReads:
+        """For pulls of scattered blocks, which count as pulls."""
+        return MappedReads(self._fetches, self._call_soon)
 
     @property
     def active(self) -> bool:
@@ -108,7 +113,7 @@ def open_node(
     worker = shared = None
     try:
         fetches = PeerFetches(memory.view, memory.table, heads, context.rank)
-        watch = PeerProcessWatch(context.reactor, fetches.forget)
+        watch = PeerProcessWatch(context.reactor, fetches.remove_source)
         fetches.added = watch.follow
         worker = FetchWorker(fetches, context.reactor.call_soon, context.finish, poll_soon)
         context.reactor.call_soon(fetches.warm_up)

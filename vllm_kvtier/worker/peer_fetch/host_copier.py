@@ -68,7 +68,7 @@ class HostPeerCopier:
                 readers.append(_Reader(memory, part, groups, self._scratch(part, groups[0]), self._view))
         self._sources[instance] = readers
 
-    def forget(self, instance: str) -> None:
+    def remove(self, instance: str) -> None:
         self._sources.pop(instance, None)  # a copy under way keeps its readers
 
     def start(self, jobs: Sequence[CopyJob], after: Any | None = None) -> "HostCopy":

@@ -164,7 +164,7 @@ class RemoteStoreWorker(StoreLoadWorker):
 
     def _stuck(self, reason: str) -> None:
         """NIXL may still write into the ring, so that no buffer can be used again."""
-        self._off = "NIXL does not give back the memory of a failed read; restart this engine"
+        self._off = "NIXL does not free the memory of a failed read; restart this engine"
         logger.error("kvtier: remote store: %s; nothing is loaded from other nodes any more", self._off)
         self._cancel_all(self._off)
         self._send_ready()
@@ -192,7 +192,7 @@ class RemoteStoreWorker(StoreLoadWorker):
         store = self._stores.pop(info.instance, None)
         if store is None:
             if len(self._stores) >= MAX_STORES:
-                self._forget_one()
+                self._remove_oldest()
             queue = LoadQueue(self._part_bytes)
             store = _Store(info.instance, info.agent, info.base, info.metadata, info.generation, queue)
         elif store.generation < info.generation:  # an older job may come late
@@ -200,7 +200,7 @@ class RemoteStoreWorker(StoreLoadWorker):
         self._stores[info.instance] = store
         return store
 
-    def _forget_one(self) -> None:
+    def _remove_oldest(self) -> None:
         """Disconnect from the store that was unused longest."""
         for instance, store in self._stores.items():
             if not len(store.queue) and not store.num_transfers:

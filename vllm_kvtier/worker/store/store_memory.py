@@ -151,7 +151,7 @@ class StoreMemory:
             return
         if not self._client.connected:
             if self.current is not None:
-                self._reactor.call_later(GRACE_SECONDS, self._let_go)
+                self._reactor.call_later(GRACE_SECONDS, self._unmap_lost)
             return
         with self._lock:
             if self.current is not None and self.current.instance != self._client.instance:
@@ -165,7 +165,7 @@ class StoreMemory:
                 backing.nbytes = min(backing.nbytes, self._client.pool_pages * PAGE)
                 self._register_soon()
 
-    def _let_go(self) -> None:
+    def _unmap_lost(self) -> None:
         """Unmap the memory of a store that did not come back: no job can name its slots, and a new store needs the
         memory, which only this mapping keeps alive."""
         with self._lock:

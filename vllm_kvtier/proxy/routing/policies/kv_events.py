@@ -10,7 +10,8 @@ from vllm_kvtier.proxy.routing.prompt import Prompt
 
 class KVEventsPolicy(PrefixHash):
     """A loaded token costs the measured share of a computed one (``kv_events.load_costs``). For engines whose events
-    are not known, and prompts whose token ids are not, ``prefix_hash`` decides."""
+    are not known, and prompts whose token ids are not, ``prefix_hash`` decides; so it does where the index of an
+    engine's blocks is not complete, if it expects more."""
 
     name = "kv_events"
     reads_tokens = True
@@ -32,6 +33,7 @@ class KVEventsPolicy(PrefixHash):
             held = index.prefix(ids)
             uncached = max(0, prompt.tokens - sum(held))
             load = sum(tokens * share for tokens, share in zip(held, self._events.load_costs.of(engine), strict=True))
-            return Expected(uncached, uncached + load)
+            found = Expected(uncached, uncached + load)
+            return min(found, by_text(engine), key=lambda each: each.cost) if index.incomplete else found
 
         return expected

@@ -91,7 +91,7 @@ class SlotMap:
         self._clients: dict[tuple[int, tuple[GroupShape, ...]], int] = {}  # by shapes
         self._known_namespaces: set[bytes] = set()  # whose shapes the tier process has
         self._committed: set[BlockEntry] = set()
-        self.forgotten = False  # some blocks of the last write were removed during it
+        self.removed_meanwhile = False  # some blocks of the last write were removed during it
         self._kept: list[m.Move] = []
         self._shapes: dict[bytes, Shapes] = {}  # of _kept
         self.later: list[Callable[[Index], object]] = []
@@ -131,8 +131,8 @@ class SlotMap:
         index.watches.append(self)
         self._index, self._pages, self.filled, self._shapes = index, pages, True, {}
         later, self.later = self.later, []
-        for forget in later:
-            forget(index)
+        for remove in later:
+            remove(index)
 
     def _free(self, moves: Iterable[m.Move]) -> None:
         for move in moves:
@@ -223,7 +223,7 @@ class SlotMap:
             self._index.commit(client, succeeded)
             self._index.abort(client, failed)
         committed = {entry.slot for entry in self._committed}
-        self.forgotten = len(committed) < len(succeeded)
+        self.removed_meanwhile = len(committed) < len(succeeded)
         kept = [is_good and move.position in committed for move, is_good in zip(moves, good, strict=True)]
         self._free(move for move, is_kept in zip(moves, kept, strict=True) if not is_kept)
         self._known_namespaces.update(namespaces)
@@ -236,13 +236,13 @@ class SlotMap:
             if entry is None or entry.slot != move.position:
                 self._free([move])
 
-    # -- forgetting ---------------------------------------------------------------------------------------------
+    # -- removing -----------------------------------------------------------------------------------------------
 
     def discard(self, name: BlockName) -> None:
         if self.filled:
-            self._index.forget(*name)
+            self._index.remove(*name)
         else:
-            self.later.append(lambda index: index.forget(*name))
+            self.later.append(lambda index: index.remove(*name))
 
     def clear(self, namespace_id: bytes | None) -> None:
         if self.filled:

@@ -198,7 +198,7 @@ class DiskTier(mv.ProcessTier):
             if reply is not None and slot_map is self._slot_map:
                 self._gone.answered(any(good))
                 good = slot_map.end_write(moves, good, [each.namespace_id for each in namespaces] if all(good) else ())
-                self._drop(slot_map.forgotten)
+                self._drop(slot_map.removed_meanwhile)
                 self._check_writable(reply)
             counts = self._counts
             counts.written_blocks += sum(good)
@@ -248,7 +248,7 @@ class DiskTier(mv.ProcessTier):
     def _wait_seconds(self) -> float:
         return REQUEST_SECONDS + (self._reads.waiting_bytes + self._written.waiting_bytes) / MIN_RATE
 
-    # -- forgetting ---------------------------------------------------------------------------------------------
+    # -- removing -----------------------------------------------------------------------------------------------
 
     def discard(self, namespace_id: bytes, group: int, block_hash: bytes) -> None:
         before = len(self._gone)

@@ -63,10 +63,10 @@ class MasterConnection:
             self.failed(f"the master at {self._options.master} has failed (code {code})")
         return codes
 
-    def failed(self, reason: str) -> None:
-        """A call failed, or took too long, because of the master. Any thread."""
+    def failed(self, reason: str, late: bool = False) -> None:
+        """A call failed because of the master; ``late``: it took too long. Any thread."""
         self._usable = False
-        self._report(False, reason)
+        self._report(False, reason, late)
         self._wake.set()
 
     # -- its thread ---------------------------------------------------------------------------------------------
@@ -115,8 +115,8 @@ class MasterConnection:
         if self._watchdog is not None:
             self._watchdog.cancel()
 
-    def _report(self, usable: bool, reason: str) -> None:
-        report = m.Availability(usable, reason[:1000], self._client.name if self._client is not None else "")
+    def _report(self, usable: bool, reason: str, late: bool = False) -> None:
+        report = m.Availability(usable, reason[:1000], self._client.name if self._client is not None else "", late)
         with self._reporting:  # what was sent last is what is remembered
             if report != self._reported and not self._closed:
                 self._reported = report

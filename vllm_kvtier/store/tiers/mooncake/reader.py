@@ -80,7 +80,7 @@ class MooncakeReader:
                 self._host.send(m.Located(message.id, token, end, seconds=time.monotonic() - began))
 
         def late() -> None:
-            self._master.failed(f"the master has not answered a lookup within {LOOK_SECONDS:g} s")
+            self._master.failed(f"the master has not answered a lookup within {LOOK_SECONDS:g} s", late=True)
             answer(message.start)
 
         timer = self._host.reactor.call_later(LOOK_SECONDS, self._host.guard(late))
@@ -172,7 +172,7 @@ class MooncakeReader:
         call_soon, guard = self._host.reactor.call_soon, self._host.guard
 
         def late() -> None:
-            self._give_up(place, f"a read from {place} took more than {seconds:.1f} s")
+            self._fail(place, f"a read from {place} took more than {seconds:.1f} s")
 
         def watch() -> None:
             self._deadlines[number] = self._host.reactor.call_later(seconds, guard(late))
@@ -189,14 +189,14 @@ class MooncakeReader:
                 self._deadlines.pop(number).cancel()
             assert isinstance(codes, list)
             if harmful := [code for code in codes if code < 0 and code not in HARMLESS]:
-                self._give_up(place, f"a read from {place} failed (code {harmful[0]})")
+                self._fail(place, f"a read from {place} failed (code {harmful[0]})")
             else:
                 self._master.check(codes)
                 ended(codes)
 
         self._reads.do(get, done)
 
-    def _give_up(self, place: str, reason: str) -> None:
+    def _fail(self, place: str, reason: str) -> None:
         """End this process, whose reads may still write to their slots."""
         self._host.send(m.Avoid(place, AVOID_SECONDS))
         self._host.fail(reason)

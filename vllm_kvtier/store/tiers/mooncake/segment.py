@@ -58,11 +58,17 @@ class MooncakeSegment:
             answer(None)
             return
         addresses, sizes = slots_of(self._host, message.moves)
-        self._writes.do(partial(self._put, client, _keys(message.moves), addresses, sizes), answer)
+        put = partial(self._put, client, _keys(message.moves), addresses, sizes, message.replaced)
+        self._writes.do(put, answer)
 
-    def _put(self, client: Client, keys: list[str], addresses: list[int], sizes: list[int]) -> WriteResult:
-        """Write what is not stored yet, and ask what is stored now. Blocks."""
+    def _put(
+        self, client: Client, keys: list[str], addresses: list[int], sizes: list[int], replaced: list[int]
+    ) -> WriteResult:
+        """Write what is not stored yet, or corrupt, and ask what is stored now. Blocks."""
+        if replaced:
+            self._master.check(client.remove([keys[i] for i in replaced]))
         stored = self._master.check(client.exist(keys))
+        kept = {i for i in replaced if stored[i] != 0}  # could not be removed
         missing = [i for i, code in enumerate(stored) if code == 0]
         codes: Sequence[int] = ()
         if missing:
@@ -70,7 +76,7 @@ class MooncakeSegment:
             codes = self._master.check(client.put([keys[i] for i in missing], *of))
             stored = self._master.check(client.exist(keys))  # 0 of a put is no proof
         full = f"the cluster's memory is full (code {int(Code.NO_SPACE)})" if Code.NO_SPACE in codes else ""
-        return [code == 1 for code in stored], full
+        return [code == 1 and i not in kept for i, code in enumerate(stored)], full
 
     def _replicate(self, client: Client, keys: list[str]) -> None:
         """Ask for a copy in this node's segment of what has fewer copies than wanted."""

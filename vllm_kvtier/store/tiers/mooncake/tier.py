@@ -73,6 +73,18 @@ class MooncakeTier(ContentTier):
 
         super().read(find, blocks, over)
 
+    def write(self, blocks: Sequence[Block], done: Callable[[list[bool]], None]) -> None:
+        def over(good: list[bool]) -> None:
+            for block, ok in zip(blocks, good, strict=True):
+                if ok:
+                    self._bad_blocks.remove(block.name)
+            done(good)
+
+        super().write(blocks, over)
+
+    def _replaced(self, blocks: Sequence[Block]) -> list[int]:
+        return [i for i, block in enumerate(blocks) if block.name in self._bad_blocks]
+
     def discard(self, namespace_id: bytes, group: int, block_hash: bytes) -> None:
         self._bad_blocks.add(namespace_id, group, block_hash)  # its removal may fail
         super().discard(namespace_id, group, block_hash)
@@ -97,7 +109,7 @@ class MooncakeTier(ContentTier):
         for group, shape in enumerate(want.shapes):
             step = shape.hash_blocks_per_block
             for end in range(num_hash_blocks + step, min(num_hash_blocks + align, want.num_hash_blocks) + 1, step):
-                self._forget((want.namespace_id, group, want.block_hashes[(end - 1) * HASH_BYTES : end * HASH_BYTES]))
+                self._remove((want.namespace_id, group, want.block_hashes[(end - 1) * HASH_BYTES : end * HASH_BYTES]))
         return self._bad_blocks.good_hash_blocks(
             want.namespace_id, want.block_hashes, want.shapes, want.start, num_hash_blocks
         )
@@ -133,7 +145,7 @@ class MooncakeTier(ContentTier):
     def process_message(self, message: m.ToServer) -> None:
         if isinstance(message, m.Availability):
             self._reader_state = message
-            if not message.usable:
+            if not message.usable and not message.late:
                 self._known.clear()  # a master that restarts has forgotten all
             self.on_change()
         elif isinstance(message, m.Avoid):

@@ -112,7 +112,7 @@ class NodeLeaseServer(LeaseListener[Connection]):
 
     def close(self) -> None:
         for identity in list(self._connections):
-            self._forget(identity)
+            self._remove_connection(identity)
 
     # -- messages -----------------------------------------------------------------------------------------------
 
@@ -125,7 +125,7 @@ class NodeLeaseServer(LeaseListener[Connection]):
         elif not connection.name:
             # This process restarted, or closed the connection before.
             self._send(connection.identity, w.Refused("no hello on this connection"))
-            self._forget(connection.identity)
+            self._remove_connection(connection.identity)
         elif isinstance(message, w.LookupRequest):
             self._lookup(connection, message)
         elif isinstance(message, w.Release):
@@ -146,7 +146,7 @@ class NodeLeaseServer(LeaseListener[Connection]):
                 f"{hello.version} with {hello.protocol}: run the same vllm-kvtier on all nodes"
             )
             self._send(connection.identity, w.Refused(reason))
-            self._forget(connection.identity)
+            self._remove_connection(connection.identity)
             return
         connection.name, connection.objects, connection.metadata_generation = hello.instance or "?", hello.objects, 0
         self._send(connection.identity, self._welcome)
@@ -198,6 +198,6 @@ class NodeLeaseServer(LeaseListener[Connection]):
                     "kvtier: lease server: client %s missed its heartbeat for %.0f s; its %d leases end",
                     connection.name[:8], w.SILENT_SECONDS, len(connection.leases),
                 )  # fmt: skip
-                self._forget(connection.identity)
+                self._remove_connection(connection.identity)
             else:
                 self._watch()

@@ -34,7 +34,7 @@ class SecondaryTiers(Protocol):
         answer: Callable[[Found, TierQuery | None], None],
     ) -> None: ...  # fmt: skip
 
-    def forget(self, client: int) -> None: ...
+    def remove_client(self, client: int) -> None: ...
 
 
 class NodeLeaseTable:
@@ -167,7 +167,7 @@ class NodeLeaseTable:
     def _disconnect(self, client: int) -> list[Callable[[], object]]:
         """Remove a client from the index. Returns the calls that answer a miss to its waiting requests."""
         if self.secondary_tiers is not None:
-            self.secondary_tiers.forget(client)
+            self.secondary_tiers.remove_client(client)
         self._index.disconnect(client)
         self._leases = {name: of for name, of in self._leases.items() if of != client}
         return list(self._waiting.pop(client, {}).values())

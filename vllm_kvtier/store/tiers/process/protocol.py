@@ -69,13 +69,15 @@ class Write(msgspec.Struct, frozen=True, tag="write"):
     """Copy from slots into the tier, durably. Answer: Moved.
 
     ``gone``: disk positions whose blocks were removed since the last Write. They must not reappear after a crash once
-    this Write may overwrite them. ``namespaces``: shapes that the tier process does not have yet.
+    this Write may overwrite them. ``namespaces``: shapes that the tier process does not have yet. ``replaced``: indices
+    of ``moves`` whose stored copy, if there is one, is corrupt (Mooncake).
     """
 
     id: Count
     moves: Annotated[list[Move], msgspec.Meta(max_length=MAX_MOVES)]
     gone: list[int] = []
     namespaces: list[NamespaceShape] = []
+    replaced: list[int] = []
 
 
 class Drop(msgspec.Struct, frozen=True, tag="drop"):
@@ -200,11 +202,12 @@ class LeaseRequest(msgspec.Struct, frozen=True, tag="lease_request"):
 
 class Availability(msgspec.Struct, frozen=True, tag="availability"):
     """Whether what the process stores in can be used now; it is asked again by the process itself. ``place``: where
-    this process keeps blocks, "" if nowhere."""
+    this process keeps blocks, "" if nowhere. ``late``: it was only slow, so it has forgotten nothing."""
 
     usable: bool
     reason: Sentence = ""
     place: Sentence = ""
+    late: bool = False
 
 
 class Avoid(msgspec.Struct, frozen=True, tag="avoid"):
