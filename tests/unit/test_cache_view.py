@@ -4,9 +4,11 @@ import msgspec
 import pytest
 import torch
 
-from vllm_kvtier.errors import UnsupportedLayout
+from vllm_kvtier.errors import KVTierError, UnsupportedLayout
+from vllm_kvtier.store.memory.memory_limits import MemoryLimits
 from vllm_kvtier.wire.geometry import CacheGeometry, Field, GroupView, Region, geometry_mismatch
 from vllm_kvtier.worker.cache_view import CacheView
+from vllm_kvtier.worker.nixl_pull import host_mirror
 from vllm_kvtier.worker.nixl_pull.host_mirror import copy_blocks, mirror
 
 
@@ -158,6 +160,13 @@ def test_host_mirror_copies_blocks_both_ways(tokens_first):
         new = view.pages(region)
         assert torch.equal(new[1], old[1]) and torch.equal(new[4], old[4])
         assert not new[[0, 2, 3, 5]].any()
+
+
+def test_host_mirror_without_free_memory_is_refused(monkeypatch):
+    """The kernel would kill the engine."""
+    monkeypatch.setattr(host_mirror, "memory_limits", lambda: MemoryLimits(1 << 20, 4 << 10, "a test"))
+    with pytest.raises(KVTierError, match=r"host buffer .* of host memory, and .* are free \(a test\)"):
+        mirror(cache())
 
 
 def test_host_mirror_copy_of_invalid_ids_raises():

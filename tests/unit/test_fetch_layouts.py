@@ -30,7 +30,10 @@ def engine(order, size, backend="FLASH_ATTN", isa=None):
         memory = CacheMemory(view, host_buffer=False)
         vllm = SimpleNamespace(
             parallel_config=SimpleNamespace(tensor_parallel_size=size),
-            model_config=SimpleNamespace(get_total_num_kv_heads=lambda: HEADS),
+            model_config=SimpleNamespace(
+                get_total_num_kv_heads=lambda: HEADS, hf_text_config=SimpleNamespace(to_dict=dict)
+            ),
+            speculative_config=None,
         )
         info = m.RankInfo(
             number, "", b"", "DRAM", 0, BLOCKS, view.groups, view.geometry(), memory.table.data_ptr(),

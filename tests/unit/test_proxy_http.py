@@ -316,6 +316,18 @@ async def test_request_body_too_large_is_refused_before_its_end(chunked):
         assert not c.p[0].seen
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_answer_too_large_makes_no_engine_unavailable(stream):
+    """A client asks for it, by logprobs of a long prompt: on every engine that it is sent to."""
+    async with Cluster(d=3, max_body_bytes=100_000, max_event_bytes=100_000) as c:
+        for engine in c.d:
+            engine.text = lambda body, i: "x" * 1_000_000
+        reply = await c.chat("hello", stream=stream)
+        assert reply.status_code == 502 and "larger" in reply.json()["error"]["message"]
+        assert sum(len(engine.seen) for engine in c.d) == 1, "another engine's would be as large"
+        assert all(engine.healthy and not engine.instance and not engine.outstanding for engine in c.core.decode)
+
+
 async def test_request_ids_are_generated_or_kept_if_valid():
     async with Cluster() as c:
         made = (await c.chat("u1")).headers["x-request-id"]

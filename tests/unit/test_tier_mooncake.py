@@ -212,11 +212,13 @@ def test_mooncake_tier_finds_a_block_again_that_was_written_anew(up):
 
 def test_mooncake_tier_forgets_nothing_because_a_lookup_was_late(up):
     """A master that was only slow has all blocks still: they are neither written again nor reported as gone."""
-    write(up, 1, 2)
+    write(up, 0, 1, 2)
+    up.find(WANT, lambda find: None)
     up.reader.on_message(m.Availability(False, "the master has not answered a lookup within 1 s", late=True))
+    up.reader.answer(m.Located, 0, 0)
     assert not up.usable and not up.keeps(NAMESPACE_ID, 0, hash_of(1))
     up.reader.on_message(UP)
-    assert has(up, 1) and up.keeps(NAMESPACE_ID, 0, hash_of(2)) and up.counts().blocks == 2
+    assert has(up, 0) and up.keeps(NAMESPACE_ID, 0, hash_of(2)) and up.counts().blocks == 3
 
 
 def test_mooncake_tier_replaces_a_process_that_talks_nonsense(up):

@@ -209,6 +209,14 @@ def test_object_tier_process_skips_existing_objects_of_right_size(bench):
     assert bench.asked("put") == 1 and len(bench.bucket.objects[bench.key(1)]) == PAGES * PAGE
 
 
+def test_object_tier_process_long_write_of_known_objects_is_answered(bench):
+    """None of its blocks waits for the server: 256 nested calls ended the process."""
+    moves = [bench.moves([0])[0]] * 1000
+    bench.ask(m.Write, moves[:1])
+    assert bench.ask(m.Write, moves).good == [True] * 1000
+    assert bench.asked("put") == 1
+
+
 def test_object_tier_process_missing_or_short_object_is_no_error(bench):
     bench.have(0, 1, 2, 3)
     bench.bucket.objects[bench.key(2)] += b"x"

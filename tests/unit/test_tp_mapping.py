@@ -197,7 +197,10 @@ def test_tp_mapping_reads_only_shared_memory(spoil):
 def config(size, total):
     return SimpleNamespace(
         parallel_config=SimpleNamespace(tensor_parallel_size=size),
-        model_config=SimpleNamespace(get_total_num_kv_heads=lambda: total),
+        model_config=SimpleNamespace(
+            get_total_num_kv_heads=lambda: total, hf_text_config=SimpleNamespace(to_dict=dict)
+        ),
+        speculative_config=None,
     )
 
 

@@ -1,6 +1,8 @@
 """The worker's rank in the engine, the heads that it holds, and its device. On the model runner's thread."""
 
-from collections.abc import Sequence
+import math
+import re
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +27,37 @@ def in_last_stage() -> bool:
     return bool(get_pp_group().is_last_rank)
 
 
+# Names of numbers of KV heads in models' configurations.
+_KV_HEADS = re.compile(r"(kv|key_value)_.*heads?|n_head_kv|kv_n_heads|num_attention_groups|multi_query_group_num")
+_NOT_NUMBERS = re.compile(r".*_(dims?|size)")
+
+
+def _total_kv_heads(vllm_config: Any) -> int:
+    """A number of KV heads by which ranks hold the same heads of every layer, or not. vLLM has one number for a model,
+    but layers may have others (windows of MiMo and Step; a draft model): then the least common multiple of all that
+    the configuration names."""
+    model, speculative = vllm_config.model_config, vllm_config.speculative_config
+    draft = speculative.draft_model_config if speculative is not None else None
+    configs = [each.hf_text_config.to_dict() for each in (model, draft) if each is not None]
+    named = [count for config in configs for count in _named_kv_heads(config, config.get("num_attention_heads"))]
+    return math.lcm(max(1, model.get_total_num_kv_heads()), *named)
+
+
+def _named_kv_heads(config: object, query_heads: int | None) -> Iterator[int]:
+    if isinstance(config, list | tuple):
+        for each in config:
+            yield from _named_kv_heads(each, query_heads)
+    for name, value in config.items() if isinstance(config, dict) else ():
+        if isinstance(value, dict | list | tuple):
+            yield from _named_kv_heads(value, query_heads)
+        if name == "n_heads_in_group" and value and query_heads:  # Nemotron-NAS: query heads of a KV head
+            yield query_heads // value
+        elif _KV_HEADS.search(str(name)) and not _NOT_NUMBERS.fullmatch(str(name)):
+            for count in value if isinstance(value, list | tuple) else [value]:
+                if type(count) is int and count > 0:
+                    yield count
+
+
 def shards(vllm_config: Any, kinds: list[str], rank: int) -> tuple[int, ...]:
     """By group (the name of its kind), the part of a block that this rank holds; ranks with equal parts hold equal
     bytes.
@@ -34,7 +67,7 @@ def shards(vllm_config: Any, kinds: list[str], rank: int) -> tuple[int, ...]:
     """
     size = vllm_config.parallel_config.tensor_parallel_size
     stage, position = divmod(rank, size)
-    heads = max(1, vllm_config.model_config.get_total_num_kv_heads())
+    heads = _total_kv_heads(vllm_config)
     copies = size // heads if size > heads and size % heads == 0 else 1
     part = {Split.HEADS: position // copies, Split.COPIES: 0, Split.RANKS: position}
     return tuple(stage * size + part[KINDS[kind].split] for kind in kinds)
@@ -45,7 +78,7 @@ def heads(vllm_config: Any, groups: Sequence[GroupView], rank: int) -> tuple[Hea
     match the model's: several heads in one cell, or layers with a number of their own."""
     size = vllm_config.parallel_config.tensor_parallel_size
     position = rank % size
-    total = max(1, vllm_config.model_config.get_total_num_kv_heads())
+    total = _total_kv_heads(vllm_config)
     if total % size == 0:
         count, first = total // size, position * (total // size)
     elif size % total == 0:

@@ -10,12 +10,19 @@ from collections.abc import Callable
 
 from vllm_kvtier.logs import get_logger
 from vllm_kvtier.proxy.config import EngineAddress, ProxyConfig
-from vllm_kvtier.proxy.engines.engine_http import EngineFailure, EngineHttp, Reply, certificates, read_key
+from vllm_kvtier.proxy.engines.engine_http import (
+    AnswerTooLarge,
+    EngineFailure,
+    EngineHttp,
+    Reply,
+    certificates,
+    read_key,
+)
 from vllm_kvtier.proxy.messages.transfer_params import Source, TransferParams
 
 logger = get_logger(__name__)
 
-__all__ = ["Engine", "EngineFailure", "EngineSlot", "Reply"]
+__all__ = ["AnswerTooLarge", "Engine", "EngineFailure", "EngineSlot", "Reply"]
 
 
 class Engine:

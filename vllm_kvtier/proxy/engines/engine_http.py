@@ -38,6 +38,10 @@ class EngineFailure(KVTierError):
         self.unreached = unreached
 
 
+class AnswerTooLarge(EngineFailure):
+    """An answer exceeds a limit of the proxy's memory, by what the client asked for. The engine is well."""
+
+
 class Reply:
     """An engine's answer, after its headers and first bytes (``first``; b"" if the body is empty).
     ``engine``: the ``proxy.engines.engine.Engine``, which imports this module.
@@ -65,7 +69,8 @@ class Reply:
             yield data
 
     async def read(self, limit: int, timeout: float) -> bytes:
-        """The whole body. Raises EngineFailure if it is incomplete, late or longer than ``limit`` bytes."""
+        """The whole body. Raises EngineFailure if it is incomplete or late, and AnswerTooLarge if it is longer than
+        ``limit`` bytes."""
         if self._response.content.at_eof():
             return self.first
         body = bytearray(self.first)
@@ -74,7 +79,7 @@ class Reply:
                 while data := await self._response.content.readany():
                     body += data
                     if len(body) > limit:
-                        raise EngineFailure(f"{self.engine} answered more than {limit} bytes.")
+                        raise AnswerTooLarge(f"{self.engine} answered more than {limit} bytes.")
         return bytes(body)
 
     def close(self) -> None:

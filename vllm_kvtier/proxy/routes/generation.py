@@ -11,6 +11,8 @@ Failures and their handling:
 * The decode engine fails, is late or answers 5xx before the client got a byte: the next one gets the same params. If
   the first already pulled the export, the next one computes. The first may have started the request, but closing its
   connection aborts that and none of its output was forwarded.
+* The answer exceeds ``max_body_bytes``, or its first event ``max_event_bytes``: 502. Another engine's would be as large
+  too, and none becomes unavailable: a client could ask for such answers again and again.
 * The decode engine fails later, or ends its stream before ``[DONE]``: the stream ends with an error event.
 * The client leaves: the task of the request is cancelled. That closes the engine's connection, and the engine aborts.
 * No decode engine takes the export: it is released.
@@ -26,12 +28,12 @@ import msgspec
 
 from vllm_kvtier.logs import get_logger
 from vllm_kvtier.proxy.core import ProxyCore
-from vllm_kvtier.proxy.engines.engine import Engine, EngineFailure, EngineSlot, Reply
+from vllm_kvtier.proxy.engines.engine import AnswerTooLarge, Engine, EngineFailure, EngineSlot, Reply
 from vllm_kvtier.proxy.messages import response_rewriter, sse
 from vllm_kvtier.proxy.messages.incoming_request import Incoming
 from vllm_kvtier.proxy.messages.request_bodies import ClientRequest
 from vllm_kvtier.proxy.messages.transfer_params import TransferParams, decode_only_params, find_params, prefill_params
-from vllm_kvtier.proxy.routes.client_answer import Answer, forwarded, forwarded_headers, is_stream, unavailable
+from vllm_kvtier.proxy.routes.client_answer import Answer, forwarded, forwarded_headers, is_stream, refusal, unavailable
 from vllm_kvtier.proxy.routes.engine_request import EngineRequest
 from vllm_kvtier.proxy.routing.admission import QueueFull
 from vllm_kvtier.proxy.routing.conversations import ConversationRoute, Holder, name_conversation
@@ -226,6 +228,9 @@ class Generation(EngineRequest):
             finally:
                 if not done:
                     reply.close()
+        except AnswerTooLarge as failure:
+            logger.warning("kvtier: proxy: an answer is too large (%s); the client gets 502", failure)
+            return True, refusal(502, "The answer is larger than the proxy allows; ask for less.", "upstream_error")
         except EngineFailure as failure:
             engine.mark_unavailable(str(failure))
             return False, None
@@ -266,7 +271,8 @@ class Generation(EngineRequest):
     # -- the answer ------------------------------------------------------------------------------------------------
 
     async def _first_events(self, reply: Reply, rewriter: response_rewriter.AnswerRewriter) -> bytes:
-        """The first whole events; before them, another decode engine can be tried. Raises EngineFailure."""
+        """The first whole events; before them, another decode engine can be tried. Raises EngineFailure, and
+        AnswerTooLarge for an event above the limit."""
         try:
             if events := rewriter.feed(reply.first):
                 return events
@@ -275,7 +281,7 @@ class Generation(EngineRequest):
                     if events := rewriter.feed(data):
                         return events
         except sse.EventTooLarge as error:
-            raise EngineFailure(f"{reply.engine}: {error}.") from error
+            raise AnswerTooLarge(f"{reply.engine}: {error}.") from error
         raise EngineFailure(f"{reply.engine} ended a stream before its first event.")
 
     async def _relay(

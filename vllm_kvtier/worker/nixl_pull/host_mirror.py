@@ -5,6 +5,8 @@ from collections.abc import Iterator, Sequence
 import msgspec
 import torch
 
+from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.store.memory.memory_limits import format_bytes, memory_limits
 from vllm_kvtier.wire.geometry import GroupView
 from vllm_kvtier.wire.slots import align
 from vllm_kvtier.worker.cache_view import CacheView, dense_region
@@ -20,11 +22,17 @@ def mirror(view: CacheView) -> CacheView:
     """Host memory, pinned if CUDA is available, of the same geometry as ``view``.
 
     As in the cache, a block belongs to one group at a time, so groups share its bytes. A block's pages are dense and
-    consecutive, so that a block of a group is contiguous.
+    consecutive, so that a block of a group is contiguous. Raises KVTierError if the memory is not free.
     """
     slot = max((sum(align(r.block_bytes, _ALIGN) for r in g.regions) for g in view.groups), default=0)
+    nbytes, limits = view.num_blocks * slot + _ALIGN, memory_limits()
+    if nbytes > limits.fits:  # else the kernel would kill the engine
+        raise KVTierError(
+            f"a host buffer for the whole KV cache takes {format_bytes(nbytes)} of host memory, and "
+            f"{format_bytes(limits.fits)} are free ({limits.source})"
+        )
     # Alignment by hand: neither malloc nor the pinned allocator promises more than 16 bytes.
-    memory = torch.empty(view.num_blocks * slot + _ALIGN, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+    memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
     memory.zero_()
     base = align(memory.data_ptr(), _ALIGN)
     groups = []

@@ -104,9 +104,10 @@ class MooncakeTier(ContentTier):
     # -- inside -------------------------------------------------------------------------------------------------
 
     def _good_hash_blocks(self, want: Want, num_hash_blocks: int) -> int:
-        # One of the blocks that end next is not stored, or its place does not answer.
+        # One of the blocks that end next is not stored, or its place does not answer. If the master does not answer,
+        # the reader reports that before, and nothing is known.
         align = math.lcm(*(shape.hash_blocks_per_block for shape in want.shapes))
-        for group, shape in enumerate(want.shapes):
+        for group, shape in enumerate(want.shapes if self._reader_state.usable else ()):
             step = shape.hash_blocks_per_block
             for end in range(num_hash_blocks + step, min(num_hash_blocks + align, want.num_hash_blocks) + 1, step):
                 self._remove((want.namespace_id, group, want.block_hashes[(end - 1) * HASH_BYTES : end * HASH_BYTES]))

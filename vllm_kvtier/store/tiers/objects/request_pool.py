@@ -84,23 +84,30 @@ class Lane:
 
     def __init__(self, width: int):
         self._free, self._jobs = width, deque[Job]()
+        self._starting = False
 
     def add(self, job: Job) -> None:
         self._jobs.append(job)
         self._start_more()
 
     def _start_more(self) -> None:
-        for job in list(self._jobs):
-            if job.end_if_done():
-                self._jobs.remove(job)
-        while self._free:
-            waiting = next((job for job in self._jobs if job.waiting), None)
-            if waiting is None:
-                break
-            self._jobs.remove(waiting)
-            self._jobs.append(waiting)
-            self._free -= 1
-            waiting.start_next(self._block_ended)
+        if self._starting:  # a block ended at once; a call for each of a long job would exceed the recursion limit
+            return
+        self._starting = True
+        try:
+            while True:
+                for job in list(self._jobs):
+                    if job.end_if_done():
+                        self._jobs.remove(job)
+                waiting = next((job for job in self._jobs if job.waiting), None) if self._free else None
+                if waiting is None:
+                    return
+                self._jobs.remove(waiting)
+                self._jobs.append(waiting)
+                self._free -= 1
+                waiting.start_next(self._block_ended)
+        finally:
+            self._starting = False
 
     def _block_ended(self) -> None:
         self._free += 1
