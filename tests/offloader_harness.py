@@ -24,7 +24,7 @@ from vllm_kvtier.store.client import Failed
 from vllm_kvtier.store.protocol import EXISTS, HASH_BYTES, NO_PARENT, Reserved
 from vllm_kvtier.telemetry.stats import Counters
 from vllm_kvtier.vllm_compat.hooks.block_pool import BlockPool
-from vllm_kvtier.wire import messages as m
+from vllm_kvtier.wire import link as m
 
 HASH_BLOCK_SIZE = 4
 BLOCKS = 100

@@ -15,7 +15,7 @@ from vllm_kvtier.jobs.transfer_jobs import RemoteStoreInfo
 from vllm_kvtier.remote_store.options import Address, NodeOptions
 from vllm_kvtier.store.tiers.nodes.lease_server import NodeLeaseServer
 from vllm_kvtier.store.tiers.process import protocol as m
-from vllm_kvtier.wire.messages import RemoteStoreSetup
+from vllm_kvtier.wire.link import RemoteStoreSetup
 from vllm_kvtier.wire.reactor import Reactor
 from vllm_kvtier.wire.slots import PAGE, slot_layout
 from vllm_kvtier.worker.copy.base import make_copier

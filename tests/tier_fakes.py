@@ -12,6 +12,7 @@ from vllm_kvtier.scheduler.sources.node_store import NodeStoreSource
 from vllm_kvtier.scheduler.sources.peer_gpu import PeerGpuSource
 from vllm_kvtier.store.client import Failed
 from vllm_kvtier.store.protocol import HASH_BYTES, PAGE, Found
+from vllm_kvtier.wire import link as lm
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.geometry import GroupView, Region
 
@@ -147,7 +148,7 @@ def described(rank, groups, shards, **view):
         group_view(g, size, kind.window, **{"kind": kind.name, **view})
         for g, (size, kind) in enumerate(cache_groups(groups))
     ]
-    return m.Described(rank, tuple(views), tuple(shards))
+    return lm.Described(rank, tuple(views), tuple(shards))
 
 
 def make_tier(
@@ -173,5 +174,5 @@ def make_tier(
     if connect:
         client.connect("life 1")
         for rank in ranks:
-            tier.reached(m.PoolReady(rank.rank, "life 1", reached * PAGE))
+            tier.reached(lm.PoolReady(rank.rank, "life 1", reached * PAGE))
     return SimpleNamespace(tier=tier, client=client, setup=setups[0], lost=lost, later=later, load=load)

@@ -7,7 +7,7 @@ from pull_fakes import batch_of, pull_of
 from support import Uncontained, eventually
 
 from vllm_kvtier.jobs.transfer_jobs import PullJob, StepWork
-from vllm_kvtier.wire import messages as m
+from vllm_kvtier.wire import link as m
 from vllm_kvtier.wire.link import LinkServer
 from vllm_kvtier.wire.reactor import Reactor
 from vllm_kvtier.worker.connector_worker import KVTierConnectorWorker

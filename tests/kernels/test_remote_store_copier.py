@@ -17,7 +17,7 @@ from vllm_kvtier import codecs
 from vllm_kvtier.codecs.parts import part_layout
 from vllm_kvtier.jobs.transfer_jobs import GroupLoad, LoadJob, RemoteStoreInfo
 from vllm_kvtier.remote_store.nixl_agent import Server
-from vllm_kvtier.wire import messages as m
+from vllm_kvtier.wire import link as m
 from vllm_kvtier.wire.reactor import Reactor
 from vllm_kvtier.wire.slots import PAGE, slot_layout
 from vllm_kvtier.worker.context import RankContext

@@ -18,7 +18,7 @@ from vllm_kvtier.scheduler.sources.prefill_handoff import PrefillHandoffSource
 from vllm_kvtier.scheduler.sources.remote_store import RemoteStoreSource
 from vllm_kvtier.telemetry.stats import Counters
 from vllm_kvtier.vllm_compat.connector_types import hit_sources
-from vllm_kvtier.wire import messages as m
+from vllm_kvtier.wire import link as m
 
 
 class Source:

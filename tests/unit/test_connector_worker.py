@@ -19,7 +19,7 @@ from vllm_kvtier.jobs.results import PullResult
 from vllm_kvtier.jobs.transfer_jobs import PullJob, StepWork
 from vllm_kvtier.telemetry.stats import Counters
 from vllm_kvtier.vllm_compat.hooks.idle_hook import share_interpreter
-from vllm_kvtier.wire import messages as m
+from vllm_kvtier.wire import link as m
 from vllm_kvtier.wire.link import LinkServer
 from vllm_kvtier.wire.reactor import Reactor
 from vllm_kvtier.worker import peer_exchange

@@ -471,7 +471,7 @@ def test_node_store_source_reports_namespaces_and_connection_to_events():
     recorder.joined.clear()
     made.client.connect("life 1")
     assert recorder.seen == [(True, False)], "the workers have not mapped its memory yet"
-    from vllm_kvtier.wire import messages as wire
+    from vllm_kvtier.wire import link as wire
 
     tier.reached(wire.PoolReady(0, "life 1", 1 << 30))
     assert recorder.seen[-1] == (True, True)

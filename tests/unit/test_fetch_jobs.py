@@ -15,6 +15,7 @@ from worker_halves import worker_without_threads
 
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.jobs.transfer_jobs import ChecksumJob, StepWork
+from vllm_kvtier.wire import link as lm
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.link import LinkServer
 from vllm_kvtier.wire.reactor import Reactor
@@ -400,15 +401,15 @@ def test_peer_fetch_works_without_nixl(tmp_path, no_nixl, caplog):
     there = Half(tmp_path, rank_of(MODEL, kept, 0), "there")
     here = Half(tmp_path, rank_of(MODEL, BLOCKS, 0, layout=Layout(token=True)), "here")
     try:
-        info = there.said(m.Register).info
+        info = there.said(lm.Register).info
         assert info.agent == "" and info.agent_metadata == b"" and info.heads == (m.HeadRange(0, 2),)
         assert info.shared.spans[-1].base == info.checksum_table_addr and not any(
-            isinstance(x, m.Unusable) for x in there.heard
+            isinstance(x, lm.Unusable) for x in there.heard
         )
         assert "NIXL is unavailable (NIXL cannot be imported)" in caplog.text
-        here.said(m.Register)
+        here.said(lm.Register)
         there.made.submit(StepWork(3, [ChecksumJob(0, np.array([3, 4]), keys_of([3, 4]), np.full(2, 4, np.int32))]))
-        assert there.said(m.ChecksumsReady) == m.ChecksumsReady(0, 3)
+        assert there.said(lm.ChecksumsReady) == lm.ChecksumsReady(0, 3)
         here.step(order_of(pull_of([1, 2, 5], [3, 4, 6], 4)), sources={"s/1": [info]})
         [result] = here.results()
         assert result.bad_blocks == {5} and result.checksum_mismatch, "block 6 has no checksum"
@@ -434,7 +435,7 @@ def test_pull_without_nixl_is_refused_with_cause(tmp_path, no_nixl):
 
     half = Half(tmp_path, rank_of(MODEL, BLOCKS, 0))
     try:
-        half.said(m.Register)
+        half.said(lm.Register)
         half.made.submit(StepWork(0, pulls=[PullJob("p", "s/1", [nixl_pull([5], [3])], 1.0)]))
         [result] = half.results()
         assert result.failed and result.bad_blocks == {5} and "NIXL cannot be imported" in result.reason
@@ -445,7 +446,7 @@ def test_pull_without_nixl_is_refused_with_cause(tmp_path, no_nixl):
 def test_fetch_without_nixl_and_shared_memory_is_unusable(tmp_path, no_nixl):
     half = Half(tmp_path, rank_of(MODEL, BLOCKS, 0), memory=lambda view: CacheMemory(view, host_buffer=True))
     try:
-        assert half.said(m.Unusable) == m.Unusable(0, "NIXL cannot be imported")
+        assert half.said(lm.Unusable) == lm.Unusable(0, "NIXL cannot be imported")
         half.step(order_of(pull_of([5], [3], 4)))
         [result] = half.results()
         assert result.failed and result.bad_blocks == {5} and result.reason == "NIXL cannot be imported"
@@ -463,7 +464,7 @@ def test_fetch_source_exit_unmaps_its_memory(tmp_path, no_nixl):
     source = PeerProcess(MODEL, 1, BLOCKS)
     half = Half(tmp_path, rank_of(MODEL, BLOCKS, 0))
     try:
-        half.said(m.Register)
+        half.said(lm.Register)
         half.step(order_of(pull_of([5], [3], 4)), sources={"s/1": source.infos})
         assert not half.results()[0].failed
         fetches = half.made._exchange.fetching._fetches
@@ -487,7 +488,7 @@ def test_fetch_source_killed_during_copy_ends_each_job(tmp_path, no_nixl):
     half = Half(tmp_path, rank_of(model, blocks, 0))
     killer = threading.Timer(0.15, source.process.kill)
     try:
-        half.said(m.Register)
+        half.said(lm.Register)
         ids = list(range(1, blocks))
         killer.start()
         for number in range(1000):
@@ -509,13 +510,13 @@ def test_fetch_source_killed_during_copy_ends_each_job(tmp_path, no_nixl):
 def test_fetch_job_after_suspend_fails(tmp_path, no_nixl):
     half = Half(tmp_path, rank_of(MODEL, BLOCKS, 0))
     try:
-        half.said(m.Register)
+        half.said(lm.Register)
         half.made.suspend()
-        assert half.said(m.Asleep) == m.Asleep(0)
+        assert half.said(lm.Asleep) == lm.Asleep(0)
         half.step(order_of(pull_of([5], [3], 4)))
         [result] = half.results()
         assert result.failed and "sleep" in result.reason
         half.made.submit(StepWork(5, [ChecksumJob(0, np.array([3]), keys_of([3]), np.full(1, 4, np.int32))]))
     finally:
         half.stop()
-    assert not any(isinstance(x, m.ChecksumsReady) for x in half.heard), "the cache has no memory"
+    assert not any(isinstance(x, lm.ChecksumsReady) for x in half.heard), "the cache has no memory"

@@ -12,7 +12,7 @@ from vllm_kvtier.scheduler.sources.node_store import _store_options
 from vllm_kvtier.store.client import Failed
 from vllm_kvtier.store.options import StoreOptions
 from vllm_kvtier.store.protocol import HASH_BYTES, MAX_HASH_BLOCKS, PAGE, Done
-from vllm_kvtier.wire import messages as m
+from vllm_kvtier.wire import link as m
 from vllm_kvtier.wire.slots import PIECE_BYTES, part_layout, slot_layout
 
 ONE = [(16, None)]

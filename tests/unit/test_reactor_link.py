@@ -10,7 +10,7 @@ import zmq
 from support import eventually
 
 from vllm_kvtier.errors import KVTierError
-from vllm_kvtier.wire import messages as m
+from vllm_kvtier.wire import link as m
 from vllm_kvtier.wire.link import LinkClient, LinkServer, link_path
 from vllm_kvtier.wire.reactor import Reactor, drain
 

@@ -23,7 +23,7 @@ from vllm_kvtier.scheduler.sources.remote_store import (
 )
 from vllm_kvtier.store.protocol import HASH_BYTES
 from vllm_kvtier.store.tiers.process import protocol as moving
-from vllm_kvtier.wire import messages as m
+from vllm_kvtier.wire import link as m
 from vllm_kvtier.wire.auth import ClusterKey
 from vllm_kvtier.wire.reactor import Reactor
 

@@ -12,7 +12,7 @@ from worker_fakes import cache
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.remote_store import transfers as node_reads
 from vllm_kvtier.store.memory.memory_limits import MemoryLimits
-from vllm_kvtier.wire import messages as m
+from vllm_kvtier.wire import link as m
 from vllm_kvtier.wire.geometry import Field, GroupView, Region
 from vllm_kvtier.wire.slots import PAGE
 from vllm_kvtier.worker.cache_view import CacheView

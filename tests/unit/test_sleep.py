@@ -13,6 +13,7 @@ from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.scheduler.peer_access import PeerAccess
 from vllm_kvtier.vllm_compat import sleep
 from vllm_kvtier.vllm_compat.engine_info import _unsupported
+from vllm_kvtier.wire import link as lm
 from vllm_kvtier.wire import messages as m
 
 
@@ -136,7 +137,7 @@ def running(half):  # noqa: F811
     half._provenance = SimpleNamespace(weights_changing=lambda: None, weights_changed=lambda: None)
     half._exports = half._exporter = half._tables = nothing
     half._matcher.request_ids, half.reset = list, lambda: True
-    half.awake = m.Register(SimpleNamespace(rank=0, agent="a", shared=None), "raw")
+    half.awake = lm.Register(SimpleNamespace(rank=0, agent="a", shared=None), "raw")
     return half
 
 
@@ -165,12 +166,12 @@ def test_connector_scheduler_refusal_is_permanent(running, change, when):
         running._access.on_message(running.awake)
         assert is_open(running) == (running._identity.namespace is not None)
     if when == "asleep":
-        running._access.on_message(m.Asleep(0))
+        running._access.on_message(lm.Asleep(0))
     getattr(running, change)()
     assert not is_open(running)
     running._identity.namespace = NAMESPACE
     running._access.open_if_ready()
-    for message in (running.awake, m.Asleep(0), running.awake, m.Unusable(0, "no NIXL"), m.Asleep(0), running.awake):
+    for message in (running.awake, lm.Asleep(0), running.awake, lm.Unusable(0, "no NIXL"), lm.Asleep(0), running.awake):
         running._access.on_message(message)
         assert not is_open(running) and running._endpoint.unusable == running._access.refused
 
@@ -179,7 +180,7 @@ def test_connector_scheduler_with_fingerprint_option_reopens_after_change(runnin
     running._config = KVTierConfig(model_fingerprint="mine")
     running._access.on_message(running.awake)
     running._follow_weights()
-    running._access.on_message(m.Asleep(0))
+    running._access.on_message(lm.Asleep(0))
     running._follow_weights()
     assert not is_open(running)
     running._access.on_message(running.awake)
@@ -188,9 +189,9 @@ def test_connector_scheduler_with_fingerprint_option_reopens_after_change(runnin
 
 def test_connector_scheduler_opens_when_worker_setup_succeeds_later(running):
     """As after a sleep, when there is memory for it."""
-    running._access.on_message(m.Unusable(0, "no memory"))
+    running._access.on_message(lm.Unusable(0, "no memory"))
     assert not is_open(running)
-    running._access.on_message(m.Asleep(0))
+    running._access.on_message(lm.Asleep(0))
     running._access.on_message(running.awake)
     assert is_open(running)
 
@@ -201,15 +202,15 @@ def test_connector_scheduler_reopens_as_new_instance_after_all_ranks_wake():
 
     def register(rank, agent):
         info = SimpleNamespace(rank=rank, agent=agent, shared=None)
-        access.on_message(m.Register(info))
+        access.on_message(lm.Register(info))
 
     register(0, "a")
     register(1, "b")
     assert log == [("e/0", ["a", "b"])]
     log.clear()
-    access.on_message(m.Asleep(0))
+    access.on_message(lm.Asleep(0))
     register(0, "a.2")  # the other rank has not reported its sleep yet
-    access.on_message(m.Asleep(1))
+    access.on_message(lm.Asleep(1))
     assert log.count("close") == 2 and not any(isinstance(entry, tuple) for entry in log), "one rank's memory is gone"
     register(1, "b.2")
     instance, agents = log[-1]

@@ -13,7 +13,7 @@ from tier_fakes import group_view
 from worker_halves import worker_without_threads
 
 from vllm_kvtier.jobs.transfer_jobs import GroupLoad, LoadJob, StepWork
-from vllm_kvtier.wire import messages as m
+from vllm_kvtier.wire import link as m
 from vllm_kvtier.wire.reactor import Reactor
 from vllm_kvtier.wire.slots import part_layout
 from vllm_kvtier.worker import store_load_worker

@@ -15,6 +15,7 @@ from support import WITHOUT_SHRINKING, Uncontained, eventually
 
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.jobs.transfer_jobs import PullJob, StepWork
+from vllm_kvtier.wire import link as lm
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.link import LinkServer
 from vllm_kvtier.wire.reactor import Reactor
@@ -400,11 +401,11 @@ def test_pulls_between_two_workers_end_to_end(tmp_path):
             halves[i].register(CacheSetup(lambda view=view: view, whole, lambda view: (0,)))
         for h in heard:
             described, registered = eventually(lambda h=h: len(h) == 2 and h, 20)
-            assert isinstance(described, m.Described) and described.shards == (0,) and described.rank == 0
-            assert isinstance(registered, m.Register)
+            assert isinstance(described, lm.Described) and described.shards == (0,) and described.rank == 0
+            assert isinstance(registered, lm.Register)
         halves[1].submit(StepWork(7, [batch_of([3, 4])]))
-        eventually(lambda: m.ChecksumsReady(0, 7) in heard[1])
-        reactors[1].call_soon(lambda: servers[1].send(m.Serve(True)))
+        eventually(lambda: lm.ChecksumsReady(0, 7) in heard[1])
+        reactors[1].call_soon(lambda: servers[1].send(lm.Serve(True)))
         source = heard[1][1].info
         for n in range(2):
             order = PullJob(f"r{n}", "s/1", [pull_of([1, 2], [3, 4])], 20.0)
@@ -414,7 +415,7 @@ def test_pulls_between_two_workers_end_to_end(tmp_path):
         halves[0].submit(StepWork(3, [], [PullJob("x", "s/1", [pull_of([5], [99])], 1.0)]))
         step = eventually(lambda: (s := halves[0].collect()).finished and s, 20)
         assert step.failed == {"x"} and step.bad_blocks == {5}
-        reactors[1].call_soon(lambda: servers[1].send(m.Serve(False)))
+        reactors[1].call_soon(lambda: servers[1].send(lm.Serve(False)))
         eventually(lambda: not any(half._exchange._polling or half._exchange._busy() for half in halves))
         for region, other in zip(views[0].groups[0].regions, views[1].groups[0].regions, strict=True):
             assert torch.equal(views[0].pages(region)[[1, 2]], views[1].pages(other)[[3, 4]])
@@ -434,7 +435,7 @@ def test_pulls_of_unsupported_cache_are_reported_and_fail_at_once(tmp_path):
 
     try:
         half.register(CacheSetup(describe, whole, lambda view: (0,)))
-        assert eventually(lambda: heard) == [m.Unusable(0, "no such layout")]
+        assert eventually(lambda: heard) == [lm.Unusable(0, "no such layout")]
         half.submit(StepWork(0, [batch_of([1])], [PullJob("r", "s/1", [pull_of([5], [3])], 1.0)]))
         step = eventually(lambda: (s := half.collect()).finished and s)
         assert step.failed == {"r"} and step.bad_blocks == {5} and step.results[0].reason == "no such layout"

@@ -11,7 +11,7 @@ from support import Uncontained, eventually
 from worker_halves import Half, same
 
 from vllm_kvtier import codecs
-from vllm_kvtier.wire import messages as m
+from vllm_kvtier.wire import link as m
 from vllm_kvtier.wire.link import LinkServer
 from vllm_kvtier.wire.reactor import Reactor
 from vllm_kvtier.worker import connector_worker as connector_worker_module

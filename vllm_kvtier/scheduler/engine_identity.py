@@ -13,6 +13,7 @@ from vllm_kvtier.scheduler.integrity.checksum_index import ContentKeys
 from vllm_kvtier.scheduler.matching.transfer_params import Address
 from vllm_kvtier.shapes.read_paths import Reach, reach
 from vllm_kvtier.vllm_compat.engine_info import EngineInfo
+from vllm_kvtier.wire import link as lm
 from vllm_kvtier.wire import messages as m
 
 # Seconds that vLLM's scheduler thread waits, once and before it serves, for the weights' files to be read. A thousand
@@ -43,7 +44,7 @@ class EngineIdentity:
         self.codec: str | Mapping[str, str] = Codec.RAW
         self.wire_codec: str | Mapping[str, str] = Codec.RAW
         self.wire_codecs: dict[int, str | dict[str, str]] = {}
-        self.described: dict[int, m.Described] = {}
+        self.described: dict[int, lm.Described] = {}
         self.ranks: dict[int, m.RankInfo] = {}
         self._keys: ContentKeys | None = None
         self._waited = False  # for the weights' files

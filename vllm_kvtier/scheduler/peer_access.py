@@ -9,6 +9,7 @@ from vllm_kvtier.scheduler.leases.lease_server import LeaseServer
 from vllm_kvtier.scheduler.leases.peer_directory_client import PeerDirectoryClient
 from vllm_kvtier.scheduler.offload.offloader import Offloader
 from vllm_kvtier.scheduler.sources.store_source import StoreSource
+from vllm_kvtier.wire import link as lm
 from vllm_kvtier.wire import messages as m
 
 logger = get_logger(__name__)
@@ -49,27 +50,27 @@ class PeerAccess:
             self._sharing.leave()
         logger.warning("kvtier: this engine serves without pulls: %s", reason)
 
-    def on_message(self, message: m.LinkMessage) -> None:
+    def on_message(self, message: lm.LinkMessage) -> None:
         """Of a worker."""
         identity = self._identity
         match message:
-            case m.Described():
+            case lm.Described():
                 identity.described[message.rank] = message
                 self.open_if_ready()
-            case m.PoolReady() if self._store is not None:
+            case lm.PoolReady() if self._store is not None:
                 self._store.reached(message)
-            case m.RemoteStoreLost() if self._store is not None:
+            case lm.RemoteStoreLost() if self._store is not None:
                 self._store.lost(message)
-            case m.Stored() if self._offloader is not None:
+            case lm.Stored() if self._offloader is not None:
                 self._offloader.jobs.stored(message)
-            case m.Register():
+            case lm.Register():
                 identity.ranks[message.info.rank] = message.info
                 identity.wire_codecs[message.info.rank] = message.wire_codec
                 self._checksums_ready.setdefault(message.info.rank, -1)
                 self.open_if_ready()
-            case m.Unusable():
+            case lm.Unusable():
                 self.close(message.reason)
-            case m.Asleep():
+            case lm.Asleep():
                 if self._server.unusable is None:
                     identity.ranks.clear()  # the other ranks sleep too
                 identity.ranks.pop(message.rank, None)
@@ -77,7 +78,7 @@ class PeerAccess:
                 self._server.close(self.refused or "the engine sleeps")
                 if self._sharing is not None:  # vLLM has reset the cache, because the weights may change meanwhile
                     self._sharing.leave()
-            case m.ChecksumsReady():
+            case lm.ChecksumsReady():
                 self._checksums_ready[message.rank] = max(self._checksums_ready.get(message.rank, -1), message.step)
                 if len(self._checksums_ready) == self._info.world_size:
                     self._server.checksums_ready(min(self._checksums_ready.values()))

@@ -49,7 +49,7 @@ from vllm_kvtier.vllm_compat.hooks.block_pool import BlockPool
 from vllm_kvtier.vllm_compat.hooks.idle_hook import EngineThread
 from vllm_kvtier.vllm_compat.probe.features import granted
 from vllm_kvtier.vllm_compat.probe.row import Feature
-from vllm_kvtier.wire import messages as m
+from vllm_kvtier.wire import link as m
 from vllm_kvtier.wire.auth import ClusterKey
 from vllm_kvtier.wire.link import LinkServer
 from vllm_kvtier.wire.reactor import Reactor

@@ -11,16 +11,157 @@ import stat
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 import zmq
 
 from vllm_kvtier.errors import KVTierError
-from vllm_kvtier.wire import messages as m
+from vllm_kvtier.wire.geometry import GroupView
+from vllm_kvtier.wire.messages import Count, Name, RankInfo, encode
 from vllm_kvtier.wire.reactor import Reactor, drain
 
 MAX_SOCKET_PATH = 107
 _PRESENT = b""  # the first message of each side
+
+# -- messages; both ends are of one engine, so that a change needs no new protocol number ---------------------------
+
+
+class Register(msgspec.Struct, frozen=True, tag="register"):
+    """A rank's memory is ready for pulls. ``wire_codec``: the option, with "auto" resolved."""
+
+    info: RankInfo
+    wire_codec: str | dict[str, str] = "raw"
+
+
+class Described(msgspec.Struct, frozen=True, tag="described"):
+    """The layout of a rank's pages, for the node store. Sent before Register, also if NIXL is missing.
+
+    ``shards[g]``: number of the part of a group's block that this rank holds. Ranks with equal bytes have equal
+    numbers.
+    """
+
+    rank: Count
+    groups: tuple[GroupView, ...]
+    shards: tuple[Count, ...]
+
+
+class PoolSetup(msgspec.Struct, frozen=True, tag="pool_setup"):
+    """The node store's socket and the layout of its slots. ``offsets[rank][g]``: bytes from the slot's beginning to the
+    rank's part. ``writes[rank][g]``: whether this rank writes the part (one of the ranks with equal bytes does).
+    ``codecs``: name of the codec, by group."""
+
+    path: str
+    offsets: list[list[Count]]
+    writes: list[list[bool]]
+    codecs: list[str]
+
+
+class RemoteStoreSetup(msgspec.Struct, frozen=True, tag="remote_store_setup"):
+    """This engine reads from other nodes' stores itself. ``offsets`` and ``codecs`` as in PoolSetup; ``slot_pages``:
+    by group; ``host``: stage in host memory even if the GPU could receive directly."""
+
+    offsets: list[list[Count]]
+    slot_pages: list[Count]
+    codecs: list[str]
+    host: bool
+
+
+class RemoteStoreLost(msgspec.Struct, frozen=True, tag="remote_store_lost"):
+    """A rank could not read from this instance of another node's store."""
+
+    rank: Count
+    instance: Name
+    reason: str
+
+
+class PoolReady(msgspec.Struct, frozen=True, tag="pool_ready"):
+    """A rank can copy to and from the first ``nbytes`` of the memory of this instance of the node store. If
+    ``instance`` is "far": the size of the rank's staging memory for reads from other nodes' stores, 0: none."""
+
+    rank: Count
+    instance: Name
+    nbytes: Count
+
+
+class StoreBlocks(msgspec.Struct, frozen=True, tag="store_blocks"):
+    """Copy blocks of one group to slots after the forward pass of ``step``. Arrays are little-endian int64."""
+
+    order: Count
+    instance: Name
+    group: Count
+    step: Annotated[int, msgspec.Meta(ge=-1)]
+    blocks: bytes
+    keys: bytes
+    slots: bytes
+
+
+class CancelStores(msgspec.Struct, frozen=True, tag="cancel_stores"):
+    """Shorten store jobs: (order, number of first blocks to copy). Copies already started are finished."""
+
+    orders: list[tuple[Count, Count]]
+
+
+class Stored(msgspec.Struct, frozen=True, tag="stored"):
+    """Store jobs that ended on this rank. ``cut``: (order, blocks copied) of those that were not copied entirely."""
+
+    rank: Count
+    done: list[Count]
+    cut: list[tuple[Count, Count]]
+    nbytes: Count
+    seconds: Annotated[float, msgspec.Meta(ge=0)]
+
+
+class Unusable(msgspec.Struct, frozen=True, tag="unusable"):
+    """A worker cannot export or pull (no NIXL backend, unsupported layout); the engine serves without pulls."""
+
+    rank: Count
+    reason: str
+
+
+class Asleep(msgspec.Struct, frozen=True, tag="asleep"):
+    """vLLM frees this rank's KV cache for its sleep mode. The rank registers again after waking up."""
+
+    rank: Count
+
+
+class ChecksumsReady(msgspec.Struct, frozen=True, tag="checksums_ready"):
+    """The checksums of all steps up to ``step`` are in this rank's table."""
+
+    rank: Count
+    step: Count
+
+
+class Serve(msgspec.Struct, frozen=True, tag="serve"):
+    """Whether peers read from this engine: the worker must make NIXL progress meanwhile."""
+
+    active: bool
+
+
+LinkMessage = (
+    Register
+    | Described
+    | Unusable
+    | Asleep
+    | ChecksumsReady
+    | Serve
+    | PoolSetup
+    | PoolReady
+    | StoreBlocks
+    | CancelStores
+    | Stored
+    | RemoteStoreSetup
+    | RemoteStoreLost
+)
+
+_decoder: msgspec.msgpack.Decoder[LinkMessage] = msgspec.msgpack.Decoder(LinkMessage)
+
+
+def decode_link(frame: bytes) -> LinkMessage:
+    return _decoder.decode(frame)
+
+
+# -- sockets -------------------------------------------------------------------------------------------------------
 
 
 def link_path(engine_id: str, instance_id: str) -> str:
@@ -57,7 +198,7 @@ def _unbounded(socket: zmq.Socket[bytes]) -> None:
 class LinkServer:
     """The scheduler side: receives from every worker, sends to all of them."""
 
-    def __init__(self, reactor: Reactor, path: str, on_message: Callable[[m.LinkMessage], None]):
+    def __init__(self, reactor: Reactor, path: str, on_message: Callable[[LinkMessage], None]):
         self._on_message = on_message
         self._workers: set[bytes] = set()
         Path(path).unlink(missing_ok=True)
@@ -69,7 +210,7 @@ class LinkServer:
         reactor.on_stop(lambda: Path(path).unlink(missing_ok=True))
 
     def send(self, message: msgspec.Struct) -> None:
-        frame = m.encode(message)
+        frame = encode(message)
         for worker in self._workers:
             self._socket.send_multipart([worker, frame], zmq.NOBLOCK)
 
@@ -78,7 +219,7 @@ class LinkServer:
         if frames[-1] == _PRESENT:
             self._socket.send_multipart([frames[0], _PRESENT], zmq.NOBLOCK)
             return
-        self._on_message(m.decode_link(frames[-1]))
+        self._on_message(decode_link(frames[-1]))
 
 
 class LinkClient:
@@ -89,7 +230,7 @@ class LinkClient:
         self,
         reactor: Reactor,
         path: str,
-        on_message: Callable[[m.LinkMessage], None],
+        on_message: Callable[[LinkMessage], None],
         on_met: Callable[[], object] = lambda: None,
     ):
         self._on_message, self._on_met = on_message, on_met
@@ -101,10 +242,10 @@ class LinkClient:
         reactor.add_socket(self._socket, lambda: drain(self._socket, self._receive))
 
     def send(self, message: msgspec.Struct) -> None:
-        self._socket.send(m.encode(message))
+        self._socket.send(encode(message))
 
     def _receive(self, frames: list[bytes]) -> None:
         if frames[-1] == _PRESENT:
             self._on_met()
             return
-        self._on_message(m.decode_link(frames[-1]))
+        self._on_message(decode_link(frames[-1]))

@@ -1,4 +1,4 @@
-"""Typed messages between engines, and between an engine's scheduler side and its workers.
+"""Typed messages between engines, and from tools to engines. Those of an engine's own two sides: ``wire.link``.
 
 One msgpack message per ZMQ frame. ``decode_*`` raise ``msgspec.DecodeError`` for a message that is none of these
 structs or exceeds their bounds; the receiver then disconnects the sender. A deadline travels as seconds from "now",
@@ -377,147 +377,11 @@ EngineMessage = (
     | Identity
 )
 
-
-# -- scheduler side and its workers -------------------------------------------------------------------------
-
-
-class Register(msgspec.Struct, frozen=True, tag="register"):
-    """A rank's memory is ready for pulls. ``wire_codec``: the option, with "auto" resolved."""
-
-    info: RankInfo
-    wire_codec: str | dict[str, str] = "raw"
-
-
-class Described(msgspec.Struct, frozen=True, tag="described"):
-    """The layout of a rank's pages, for the node store. Sent before Register, also if NIXL is missing.
-
-    ``shards[g]``: number of the part of a group's block that this rank holds. Ranks with equal bytes have equal
-    numbers.
-    """
-
-    rank: Count
-    groups: tuple[GroupView, ...]
-    shards: tuple[Count, ...]
-
-
-class PoolSetup(msgspec.Struct, frozen=True, tag="pool_setup"):
-    """The node store's socket and the layout of its slots. ``offsets[rank][g]``: bytes from the slot's beginning to the
-    rank's part. ``writes[rank][g]``: whether this rank writes the part (one of the ranks with equal bytes does).
-    ``codecs``: name of the codec, by group."""
-
-    path: str
-    offsets: list[list[Count]]
-    writes: list[list[bool]]
-    codecs: list[str]
-
-
-class RemoteStoreSetup(msgspec.Struct, frozen=True, tag="remote_store_setup"):
-    """This engine reads from other nodes' stores itself. ``offsets`` and ``codecs`` as in PoolSetup; ``slot_pages``:
-    by group; ``host``: stage in host memory even if the GPU could receive directly."""
-
-    offsets: list[list[Count]]
-    slot_pages: list[Count]
-    codecs: list[str]
-    host: bool
-
-
-class RemoteStoreLost(msgspec.Struct, frozen=True, tag="remote_store_lost"):
-    """A rank could not read from this instance of another node's store."""
-
-    rank: Count
-    instance: Name
-    reason: str
-
-
-class PoolReady(msgspec.Struct, frozen=True, tag="pool_ready"):
-    """A rank can copy to and from the first ``nbytes`` of the memory of this instance of the node store. If
-    ``instance`` is "far": the size of the rank's staging memory for reads from other nodes' stores, 0: none."""
-
-    rank: Count
-    instance: Name
-    nbytes: Count
-
-
-class StoreBlocks(msgspec.Struct, frozen=True, tag="store_blocks"):
-    """Copy blocks of one group to slots after the forward pass of ``step``. Arrays are little-endian int64."""
-
-    order: Count
-    instance: Name
-    group: Count
-    step: Annotated[int, msgspec.Meta(ge=-1)]
-    blocks: bytes
-    keys: bytes
-    slots: bytes
-
-
-class CancelStores(msgspec.Struct, frozen=True, tag="cancel_stores"):
-    """Shorten store jobs: (order, number of first blocks to copy). Copies already started are finished."""
-
-    orders: list[tuple[Count, Count]]
-
-
-class Stored(msgspec.Struct, frozen=True, tag="stored"):
-    """Store jobs that ended on this rank. ``cut``: (order, blocks copied) of those that were not copied entirely."""
-
-    rank: Count
-    done: list[Count]
-    cut: list[tuple[Count, Count]]
-    nbytes: Count
-    seconds: Annotated[float, msgspec.Meta(ge=0)]
-
-
-class Unusable(msgspec.Struct, frozen=True, tag="unusable"):
-    """A worker cannot export or pull (no NIXL backend, unsupported layout); the engine serves without pulls."""
-
-    rank: Count
-    reason: str
-
-
-class Asleep(msgspec.Struct, frozen=True, tag="asleep"):
-    """vLLM frees this rank's KV cache for its sleep mode. The rank registers again after waking up."""
-
-    rank: Count
-
-
-class ChecksumsReady(msgspec.Struct, frozen=True, tag="checksums_ready"):
-    """The checksums of all steps up to ``step`` are in this rank's table."""
-
-    rank: Count
-    step: Count
-
-
-class Serve(msgspec.Struct, frozen=True, tag="serve"):
-    """Whether peers read from this engine: the worker must make NIXL progress meanwhile."""
-
-    active: bool
-
-
-LinkMessage = (
-    Register
-    | Described
-    | Unusable
-    | Asleep
-    | ChecksumsReady
-    | Serve
-    | PoolSetup
-    | PoolReady
-    | StoreBlocks
-    | CancelStores
-    | Stored
-    | RemoteStoreSetup
-    | RemoteStoreLost
-)
-
 encode = msgspec.msgpack.Encoder().encode
 _engine_decoder: msgspec.msgpack.Decoder[EngineMessage] = msgspec.msgpack.Decoder(EngineMessage)
-_link_decoder: msgspec.msgpack.Decoder[LinkMessage] = msgspec.msgpack.Decoder(LinkMessage)
 
 
 def decode_engine(frame: bytes) -> EngineMessage:
     if len(frame) > MAX_MESSAGE:
         raise msgspec.DecodeError(f"message of {len(frame)} bytes exceeds the limit of {MAX_MESSAGE}")
     return decode(_engine_decoder, frame)
-
-
-def decode_link(frame: bytes) -> LinkMessage:
-    return _link_decoder.decode(frame)

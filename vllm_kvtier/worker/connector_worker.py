@@ -13,7 +13,7 @@ import torch
 from vllm_kvtier.containment import Containment
 from vllm_kvtier.jobs.results import StepResults, failed_result
 from vllm_kvtier.jobs.transfer_jobs import LoadJob, PeerFetchJob, StepWork
-from vllm_kvtier.wire import messages as m
+from vllm_kvtier.wire import link as m
 from vllm_kvtier.wire.link import LinkClient
 from vllm_kvtier.wire.reactor import Reactor
 from vllm_kvtier.worker.context import CacheSetup, RankContext

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from vllm_kvtier.jobs.results import Result
+from vllm_kvtier.wire import link as lm
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.reactor import Reactor
 from vllm_kvtier.worker.cache_view import CacheView
@@ -19,7 +20,7 @@ class RankContext:
 
     rank: int
     reactor: Reactor
-    send: Callable[[m.LinkMessage], None]
+    send: Callable[[lm.LinkMessage], None]
     finish: Callable[[Result], None]
 
 

@@ -17,6 +17,7 @@ from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.jobs.results import failed_result
 from vllm_kvtier.jobs.transfer_jobs import ChecksumJob, PullJob, StepWork
 from vllm_kvtier.logs import get_logger
+from vllm_kvtier.wire import link as lm
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.worker.cache_view import CacheView
 from vllm_kvtier.worker.context import ASLEEP, CacheSetup, RankContext
@@ -123,7 +124,7 @@ class PeerExchange:
                 self._unfinished = [part for part in self._unfinished if not self._end(*part)]
             finally:
                 if not suspended:
-                    self._reactor.call_soon(lambda: self._send(m.Asleep(self._rank)))
+                    self._reactor.call_soon(lambda: self._send(lm.Asleep(self._rank)))
 
     def _take_parts(self, store: StoreLoadWorker | None, device: int | None) -> list[tuple[str, Callable[[], object]]]:
         """(name, end) of all that touches the cache's memory. ``end`` may be called again if it failed. Only the store
@@ -183,7 +184,7 @@ class PeerExchange:
             if device is not None:
                 torch.cuda.set_device(device)  # a new thread starts on device 0
             view = self.view = setup.describe()
-            self._send(m.Described(self._rank, view.groups, setup.shards(view)))
+            self._send(lm.Described(self._rank, view.groups, setup.shards(view)))
             memory = self.memory = setup.share(view)
             heads = setup.heads(view)
             shared = None
@@ -209,7 +210,7 @@ class PeerExchange:
             self.unusable = str(error)
             if not isinstance(error, KVTierError):
                 logger.exception("kvtier: worker: setting up rank %d failed; it neither pulls nor is read", self._rank)
-            self._send(m.Unusable(self._rank, str(error)[:1000]))
+            self._send(lm.Unusable(self._rank, str(error)[:1000]))
             return
         if transport is not None:
             self.transport = transport
@@ -220,7 +221,7 @@ class PeerExchange:
             self.pulls = Pulls(transport, memory, self._rank, heads, mapped)
             for instance, ranks in self._engines.items():
                 self.pulls.add_engine(instance, ranks)
-        self._send(m.Register(info, memory.wire_codec))
+        self._send(lm.Register(info, memory.wire_codec))
 
     def _open_nixl(self, memory: PeerMemory, needed: bool) -> NixlTransport | None:
         """None if NIXL fails and is not ``needed``; raises if it is."""
@@ -327,7 +328,7 @@ class PeerExchange:
         end = time.monotonic() + POLL_RUN_SECONDS
         while True:
             while self._checksums and self._checksums[0][1].done():
-                self._send(m.ChecksumsReady(self._rank, self._checksums.pop(0)[0]))
+                self._send(lm.ChecksumsReady(self._rank, self._checksums.pop(0)[0]))
             with self.lock:
                 pulling = self.pulls is not None and self.pulls.active
                 for result in self.pulls.poll() if pulling else ():

@@ -15,7 +15,7 @@ from vllm_kvtier import codecs
 from vllm_kvtier.codecs.parts import part_layout
 from vllm_kvtier.jobs.results import ABORTED
 from vllm_kvtier.jobs.transfer_jobs import LoadJob
-from vllm_kvtier.wire import messages as m
+from vllm_kvtier.wire import link as m
 from vllm_kvtier.worker.cache_view import CacheView
 from vllm_kvtier.worker.context import ASLEEP, RankContext
 

@@ -44,7 +44,7 @@ from vllm_kvtier.scheduler.offload.store_jobs import (
 from vllm_kvtier.scheduler.sources.node_store import NodeStoreSource
 from vllm_kvtier.store.protocol import HASH_BYTES, NO_PARENT
 from vllm_kvtier.vllm_compat import requests as vr
-from vllm_kvtier.wire import messages as m
+from vllm_kvtier.wire import link as m
 
 # Blocks are reserved together: every thread that handles a message takes the interpreter from the engine's. A long
 # prompt reserves at once, so that its copy begins behind its forward; a short one and an ended request soon, because

@@ -24,7 +24,7 @@ from vllm_kvtier.store.client import Pending
 from vllm_kvtier.store.protocol import EXISTS, HASH_BYTES, MAX_ITEMS, NO_PARENT_STORED, NO_ROOM, Reserved
 from vllm_kvtier.telemetry.events import Label
 from vllm_kvtier.telemetry.stats import Counters
-from vllm_kvtier.wire import messages as m
+from vllm_kvtier.wire import link as m
 from vllm_kvtier.wire.reactor import Reactor
 
 logger = get_logger(__name__)

@@ -31,7 +31,7 @@ from vllm_kvtier.store.launcher import start_store, store_path
 from vllm_kvtier.store.options import StoreOptions
 from vllm_kvtier.store.protocol import HASH_BYTES, MAX_HASH_BLOCKS, PAGE, Found, Hello
 from vllm_kvtier.vllm_compat import requests as vr
-from vllm_kvtier.wire import messages as m
+from vllm_kvtier.wire import link as m
 
 logger = get_logger(__name__)
 

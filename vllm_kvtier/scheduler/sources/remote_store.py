@@ -37,7 +37,7 @@ from vllm_kvtier.store.client import Pending
 from vllm_kvtier.store.protocol import HASH_BYTES, MAX_HASH_BLOCKS
 from vllm_kvtier.vllm_compat.engine_info import EngineInfo
 from vllm_kvtier.vllm_compat.worker_info import wants_host_buffer
-from vllm_kvtier.wire import messages as m
+from vllm_kvtier.wire import link as m
 
 logger = get_logger(__name__)
 

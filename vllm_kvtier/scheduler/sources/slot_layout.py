@@ -12,6 +12,7 @@ from vllm_kvtier.cache_kinds import CacheGroup
 from vllm_kvtier.codecs import Codec, choice
 from vllm_kvtier.codecs.parts import part_layout
 from vllm_kvtier.store.protocol import HASH_BYTES, GroupShape
+from vllm_kvtier.wire import link as lm
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.slots import layout_digest, slot_layout
 
@@ -84,7 +85,7 @@ class SlotPlan:
 
 def plan_slots(
     namespace: m.Namespace,
-    described: dict[int, m.Described],
+    described: dict[int, lm.Described],
     codec: str | Mapping[str, str],
     groups: Sequence[CacheGroup],
     hash_block_size: int,

@@ -29,6 +29,7 @@ from vllm_kvtier.scheduler.sources.promotion_wait import PromotionWait
 from vllm_kvtier.scheduler.sources.slot_layout import SlotPlan, plan_slots
 from vllm_kvtier.store.protocol import HASH_BYTES, MAX_HASH_BLOCKS
 from vllm_kvtier.vllm_compat import requests as vr
+from vllm_kvtier.wire import link as lm
 from vllm_kvtier.wire import messages as m
 
 
@@ -74,7 +75,7 @@ class StoreSource(KVSource):
     # -- what a store does -------------------------------------------------------------------------------------------
 
     def open(
-        self, namespace: m.Namespace, described: dict[int, m.Described], codec: str | Mapping[str, str] = Codec.RAW
+        self, namespace: m.Namespace, described: dict[int, lm.Described], codec: str | Mapping[str, str] = Codec.RAW
     ) -> None:
         """All ranks are known (reactor's thread): lay out the slots, connect, and set up the workers.
 
@@ -103,10 +104,10 @@ class StoreSource(KVSource):
         return self._plan.codecs if self._plan is not None else []
 
     @abstractmethod
-    def reached(self, message: m.PoolReady) -> None:
+    def reached(self, message: lm.PoolReady) -> None:
         """A worker reports how much of the store's memory it can read (reactor's thread)."""
 
-    def lost(self, message: m.RemoteStoreLost) -> None:
+    def lost(self, message: lm.RemoteStoreLost) -> None:
         """A worker cannot read a remote store's memory (reactor's thread)."""
 
     @property

@@ -24,7 +24,7 @@ from vllm_kvtier.jobs.transfer_jobs import LoadJob, RemoteStoreInfo
 from vllm_kvtier.logs import get_logger
 from vllm_kvtier.remote_store.nixl_agent import Poller, Reader
 from vllm_kvtier.remote_store.transfers import Job, NodeReads, ReadEvents
-from vllm_kvtier.wire import messages as m
+from vllm_kvtier.wire import link as m
 from vllm_kvtier.wire.slots import PAGE, align
 from vllm_kvtier.worker.cache_view import CacheView
 from vllm_kvtier.worker.context import ASLEEP, RankContext

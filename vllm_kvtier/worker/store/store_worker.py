@@ -21,7 +21,7 @@ from vllm_kvtier.logs import get_logger
 from vllm_kvtier.store.client import StoreClient
 from vllm_kvtier.store.memory.client_mapping import PoolMapping
 from vllm_kvtier.store.protocol import Hello
-from vllm_kvtier.wire import messages as m
+from vllm_kvtier.wire import link as m
 from vllm_kvtier.wire.reactor import Timer
 from vllm_kvtier.wire.slots import PAGE
 from vllm_kvtier.worker.cache_view import CacheView
