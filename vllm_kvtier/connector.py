@@ -171,8 +171,6 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     @contained(_SCHEDULER, again=True)
     def update_connector_output(self, connector_output: Any) -> None:
         report = connector_output.kv_connector_worker_meta
-        if report is None and not connector_output.finished_recving:
-            return
         results = report.results if isinstance(report, WorkerReport) else []
         if self._marks_failures and any(r.failed for r in results):
             again = partial(recompute_failed_loads, self._scheduler.engine_scheduler, results)
@@ -254,7 +252,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         """vLLM (0.25.1 to 0.33) calls this before it launches a step's forward, and after it launched all kernels that
         initialize the step's new blocks."""
-        self._connector_metadata = connector_metadata  # all that vLLM's own method does
+        super().bind_connector_metadata(connector_metadata)
         if self._worker is not None and isinstance(connector_metadata, StepMetadata):
             self._worker.begin(connector_metadata.work)
 

@@ -33,24 +33,11 @@ def test_step_events_are_reused_in_a_ring(monkeypatch):
     streams = iter(range(1000))
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: (device, next(streams)))
-    monkeypatch.setattr(step_events, "_stream_handle", None)
     ring = step_events.StepEvents(3)
     marks = [ring.record() for _ in range(2 * step_events.RING_EVENTS)]
     assert len(set(map(id, marks))) == step_events.RING_EVENTS
     assert marks[: step_events.RING_EVENTS] == marks[step_events.RING_EVENTS :]
     assert marks[0].recorded == [(3, 0), (3, step_events.RING_EVENTS)], "on the stream of the moment"
-
-
-def test_step_events_keep_the_stream_until_another_one_is_current(monkeypatch):
-    recorded, asked, handle = [], [], 5
-    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=recorded.append))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: asked.append(handle) or f"stream {handle}")
-    monkeypatch.setattr(step_events, "_stream_handle", lambda device: handle)
-    ring = step_events.StepEvents(3)
-    ring.record(), ring.record()
-    handle = 6
-    ring.record(), ring.record()
-    assert recorded == ["stream 5", "stream 5", "stream 6", "stream 6"] and asked == [5, 6]
 
 
 class Device:

@@ -138,9 +138,7 @@ class KVTierConnectorScheduler(SchedulerParts):
         In most steps of a busy engine nothing happens for us, and each call of a part costs the step time.
         """
         attempt, synchronous = self._contain.attempt, self._sync_load.verification_pending
-        offloader = self._offloader
-        frees = self._exports.has_freed() or (offloader is not None and offloader.jobs.returned)
-        if frees or self._questions.waiting:
+        if self._questions.waiting or self.has_pending_frees():
             attempt("jobs", self._run_jobs)
         if synchronous:
             # Contained twice: if the step preempted the request, a failed verification cannot drop its output later.

@@ -18,6 +18,8 @@ import itertools
 import math
 from collections.abc import Iterable
 
+import numpy as np
+
 CLIP_LIMIT = 2.0
 
 
@@ -206,8 +208,7 @@ class StepCost:
         self._since_fit += 1
         if self._since_fit >= (16 if not tokens else 4 if self.prefills > 16 else 1):
             self._since_fit = 0
-            total = [sum(values) for values in zip(*self._equations.values(), strict=True)]
-            self._costs = _least_squares([total[row : row + 6] for row in range(0, 30, 6)])
+            self._costs = _least_squares(np.sum(list(self._equations.values()), axis=0).reshape(5, 6)).tolist()
             self.coefficients = [cost * scale for cost, scale in zip(self._costs, self.FEATURE_SCALE, strict=True)]
 
     def prefill_seconds(self, start: int, end: int, steps: int, decodes: float) -> float:
@@ -220,39 +221,18 @@ class StepCost:
 
 # Added to the diagonal: settles what the observations leave open. Prompts of one length do not tell the cost of their
 # tokens from the cost of any prompt: it is the tokens', for the most part.
-_REGULARIZATION = (0.001, 0.001, 0.001, 0.001, 0.02)
+_REGULARIZATION = np.array((0.001, 0.001, 0.001, 0.001, 0.02))
 
 
-def _least_squares(equations: list[list[float]]) -> list[float]:
-    """Coefficients >= 0 from normal equations, [5][6]: the most negative one is dropped until none is."""
-    found, active = [0.0] * 5, [i for i in range(5) if equations[i][i] > 1e-100]
-    while active:
-        values = _solved(equations, active)
-        if min(values) >= 0:
-            for i, value in zip(active, values, strict=True):
-                found[i] = value
+def _least_squares(equations: np.ndarray) -> np.ndarray:
+    """Coefficients >= 0 from normal equations, float64 [5, 6]: the most negative one is dropped until none is."""
+    matrix, right = equations[:, :5] + np.diag(_REGULARIZATION * equations.diagonal()), equations[:, 5]
+    found = np.zeros(5)
+    active = np.flatnonzero(equations.diagonal() > 0)
+    while len(active):
+        values = np.linalg.solve(matrix[np.ix_(active, active)], right[active])
+        if values.min() >= 0:
+            found[active] = values
             break
-        del active[values.index(min(values))]
+        active = np.delete(active, values.argmin())
     return found
-
-
-def _solved(equations: list[list[float]], active: list[int]) -> list[float]:
-    """Of these coefficients alone, by elimination: the matrix is symmetric and, with what is added, positive definite,
-    so that no row needs to change places."""
-    rows = [[equations[i][j] for j in (*active, 5)] for i in active]
-    for n, i in enumerate(active):
-        rows[n][n] += _REGULARIZATION[i] * equations[i][i]
-    size = len(active)
-    for n in range(size):
-        top = rows[n]
-        for row in rows[n + 1 :]:
-            factor = row[n] / top[n]
-            for column in range(n + 1, size + 1):
-                row[column] -= factor * top[column]
-    values = [0.0] * size
-    for n in range(size - 1, -1, -1):
-        row, right = rows[n], rows[n][size]
-        for column in range(n + 1, size):
-            right -= row[column] * values[column]
-        values[n] = right / row[n]
-    return values
