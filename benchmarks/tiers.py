@@ -15,6 +15,7 @@ KV cache and the host memory of each are given by size.
 """
 
 import argparse
+import fcntl
 import json
 import math
 import os
@@ -27,8 +28,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,6 +44,7 @@ from vllm_kvtier.worker import tuning as tunings
 
 ROOT = Path(__file__).resolve().parent.parent
 GIB = 1 << 30
+STATES = 64  # of requests that run and of prefixes that are kept: room for so many in the KV cache of each engine
 
 # Counters of KV that reached host memory, where there are any: how to know that offloading is through.
 STORED = {
@@ -87,6 +90,8 @@ def add_arguments(parser: argparse.ArgumentParser, several_steps: bool = False) 
     )  # fmt: skip
     parser.add_argument("--environments", type=json.loads, default={}, help="JSON, variables of an engine by word")
     parser.add_argument("--host-gib", type=float, help="host memory a connector (default: 1.2 times what is needed)")
+    turns = "runs with one file start their engines at once, and measure one after the other"
+    parser.add_argument("--device-lock", type=Path, metavar="FILE", help=turns)
     parser.add_argument("--seconds", type=float, default=400, help="no new measurement is begun after so long")
     steps = {"nargs": "+", "default": [8192]} if several_steps else {"default": 8192}
     parser.add_argument("--step-tokens", type=int, help="vLLM's max_num_batched_tokens", **steps)
@@ -98,11 +103,43 @@ def add_arguments(parser: argparse.ArgumentParser, several_steps: bool = False) 
 
 
 def bytes_per_token(model: Path) -> int:
-    """Of keys and values in 16 bits, all layers."""
+    """Of keys and values in 16 bits, all layers with attention."""
     config = json.loads((model / "config.json").read_text())
     heads = config["num_attention_heads"]
     head = config.get("head_dim") or config["hidden_size"] // heads
-    return config["num_hidden_layers"] * 2 * (config.get("num_key_value_heads") or heads) * head * 2
+    return _layers(config)[0] * 2 * (config.get("num_key_value_heads") or heads) * head * 2
+
+
+def state_bytes(model: Path) -> int:
+    """Of the recurrent states behind one token, all layers that have some, in vLLM's default types: gated delta nets
+    have 16 bits, Nemotron-H float32. 0 for models without."""
+    c = json.loads((model / "config.json").read_text())
+    attention, states = _layers(c)
+    if c["model_type"] == "qwen3_next":
+        keys = c["linear_num_key_heads"] * c["linear_key_head_dim"]
+        values = c["linear_num_value_heads"] * c["linear_value_head_dim"]
+        conv = (c["linear_conv_kernel_dim"] - 1) * (2 * keys + values)
+        return states * 2 * (conv + values * c["linear_key_head_dim"])
+    if c["model_type"] == "nemotron_h":
+        inner = c["mamba_num_heads"] * c["mamba_head_dim"]
+        conv = (c["conv_kernel"] - 1) * (inner + 2 * c["n_groups"] * c["ssm_state_size"])
+        return states * (2 * conv + 4 * inner * c["ssm_state_size"])
+    return 0
+
+
+STATEFUL = ("mamba", "linear_attention")  # in Nemotron-H's configuration, by version of transformers
+
+
+def _layers(config: dict) -> tuple[int, int]:
+    """How many have attention, and how many a recurrent state."""
+    count = config["num_hidden_layers"]
+    if pattern := config.get("hybrid_override_pattern"):
+        return pattern.count("*"), pattern.count("M")
+    if kinds := config.get("layers_block_type"):
+        return sum(kind in ("attention", "full_attention") for kind in kinds), sum(kind in STATEFUL for kind in kinds)
+    if interval := config.get("full_attention_interval"):
+        return count // interval, count - count // interval
+    return count, 0
 
 
 def vocabulary(model: Path) -> int:
@@ -151,7 +188,7 @@ class Peer:
     """One engine with one connector, and a connection to it."""
 
     def __init__(self, connector: str, args: argparse.Namespace, model: Path, gpu_tokens: int, host_tokens: int):
-        per_token = bytes_per_token(model)
+        per_token, self.state = bytes_per_token(model), state_bytes(model)
         host = int(args.host_gib * GIB) if args.host_gib else int(1.2 * host_tokens * per_token)
         host = max(math.ceil(host / GIB), 1) * GIB
         kv, env = self._transfer(connector, host, args)
@@ -174,7 +211,7 @@ class Peer:
         self.engine = Engine(
             model, name=connector, kv=kv, gpus=[] if args.gpu is None else [args.gpu], log_dir=args.logs, args=flags,
             env={"VLLM_SERVER_DEV_MODE": "1", **env}, max_model_len=gpu_tokens, max_num_seqs=128, python=args.python,
-            kv_cache_bytes=(gpu_tokens + 2048) * per_token, ready_seconds=args.ready,
+            kv_cache_bytes=(gpu_tokens + 2048) * per_token + STATES * self.state, ready_seconds=args.ready,
         )
         self.client = httpx.Client(
             base_url=self.engine.base_url, timeout=300, limits=httpx.Limits(max_connections=256)
@@ -244,10 +281,13 @@ class Peer:
             "/v1/completions", content=self.body(prompt, tokens, False), headers=JSON
         ).raise_for_status()
 
+    def _text(self) -> str:
+        return self.client.get("/metrics").text
+
     def metrics(self) -> dict[str, float]:
         """Sample with its labels -> value."""
         samples = {}
-        for line in self.client.get("/metrics").text.splitlines():
+        for line in self._text().splitlines():
             if line.startswith("vllm:"):
                 name, _, value = line.rpartition(" ")
                 samples[name] = float(value)
@@ -273,7 +313,7 @@ class Peer:
     def settle(self, before: float, tokens: int, seconds: float = 15.0) -> None:
         """Until what ``tokens`` take is offloaded since the counter was ``before``, or nothing moves for a second."""
         pattern = self._stored
-        wanted, last, moved = 0.97 * tokens * self.per_token, -1.0, time.monotonic()
+        wanted, last, moved = 0.97 * (tokens * self.per_token + self.state), -1.0, time.monotonic()
         deadline = moved + seconds
         while time.monotonic() < deadline:
             self.nudge()
@@ -283,6 +323,12 @@ class Peer:
             if (pattern and stored >= wanted) or time.monotonic() - moved > 1.0:
                 return
             time.sleep(0.05)  # there is nothing to wait for but the counter
+
+    @property
+    def block(self) -> int:
+        """Tokens, as vLLM chose it: large where a state must fit in one."""
+        (found,) = {int(n) for n in re.findall(r'cache_config_info\{.*?[{,]block_size="(\d+)"', self._text())}
+        return found
 
     @property
     def offloads(self) -> bool:
@@ -344,6 +390,17 @@ def start(
     return up
 
 
+@contextmanager
+def turns(file: Path | None) -> Iterator[Callable[[], None]]:
+    """What it gives waits until every run with this file has started its engines, and none measures."""
+    if file is None:
+        yield lambda: None
+        return
+    with file.open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        yield lambda: fcntl.flock(lock, fcntl.LOCK_EX)
+
+
 def guarded(peers: list[Peer], peer: Peer, measure: Callable[[], Any]) -> Any:
     """What ``measure`` returns; if the engine fails meanwhile it is taken from ``peers``, and the answer is None."""
     try:
@@ -393,6 +450,7 @@ def facts(args: argparse.Namespace, peers: list[Peer]) -> dict:
     version = peers[0].client.get("/version").json().get("version")
     return {
         "model": args.model.name, "vllm": version, "bytes_per_token": bytes_per_token(args.model),
+        "state_bytes": state_bytes(args.model), "block": {peer.connector: peer.block for peer in peers},
         "host_gib": {peer.connector: round(peer.host_bytes / GIB, 2) for peer in peers},
         "start_seconds": {peer.connector: round(peer.engine.ready_after or 0, 1) for peer in peers},
         "step_tokens": args.step_tokens,

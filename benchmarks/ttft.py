@@ -21,17 +21,26 @@ For each length and repetition, a new random prompt is sent three times to each:
 
 Codecs side by side: --connectors kvtier kvtier:fp8 offloading --variants '{"fp8": {"codec": "fp8"}}'.
 
-in ms, medians and the best of ``host``. beyond: the median of host - hit, prompt by prompt. bytes: what the prompt's KV
-takes at the rate of a pinned copy, measured at the start; ratio: beyond / bytes. from_host: share of the prompt that
-the connector says came from host memory; where it is below 0.9 the answer was asked for again, up to three times, and
-what remains is reported as it was. Prompts end in a few tokens that are in no cache (tiers.TAIL). same: share of the
-answers from host memory that begin as the hit's did, the token's probability included; an answer before its KV is
-there says something else. None: answers do not tell (a prompt with another beginning had the same).
+in ms, medians and the best of ``host``. beyond: the median of host - hit, prompt by prompt. bytes: what the prompt's
+KV, with the states behind it, takes at the rate of a pinned copy, measured before; ratio: beyond / bytes. from_host:
+share of the prompt that the connector says came from host memory; where it is below 0.9 the answer was asked for
+again, up to three times, and what remains is reported as it was. Prompts end in a few tokens that are in no cache
+(tiers.TAIL). same: share of the answers from host memory that begin as the hit's did, the token's probability included;
+an answer before its KV is there says something else. None: answers do not tell (a prompt with another beginning had
+the same).
 
 ``many``: so many fresh prompts of so many tokens (--many) are sent at once, and when offloading was through and the
 GPU's prefix cache was emptied, at once again. computed, host: seconds until the last of them has its first token;
 stored: share of their KV that the connector says it stored meanwhile; from_host: share of their tokens that came from
 host memory. Medians of --repeats, behind one that warms up.
+
+Models with recurrent states (qwen3-next-shapes, nemotron-h-shapes) have large blocks, and keep states only where a
+block ends: lengths are rounded to whole blocks. Two such models on one device, about four minutes:
+
+    for model in qwen3-next nemotron-h; do
+        python benchmarks/ttft.py run --model benchmarks/models/$model-shapes --dummy --gpu 0 --phases ttft \\
+            --engine-args "--gdn-prefill-backend triton" --device-lock /tmp/lock --host-gib 12 --out $model.json &
+    done; wait
 
 Then ``itl``: eight requests decode while prompts of --itl-tokens come in one after another, from host memory and fresh;
 the gaps between their tokens in ms, all (p50, p99, max), outside and inside the time such a prompt waits for its first
@@ -41,6 +50,7 @@ token.
 import argparse
 import functools
 import json
+import math
 import random
 import statistics
 import sys
@@ -64,9 +74,11 @@ from tiers import (
     random_prompt,
     sees,
     start,
+    state_bytes,
     stop,
     table,
     tailed_prompt,
+    turns,
     vocabulary,
 )
 
@@ -126,7 +138,7 @@ def summary(peer: Peer, tokens: int, taken: list[dict], h2d: float) -> dict:
         values = [t[name] for t in taken if t[name] is not None]
         return round(of(values) * 1000, 1) if values else None
 
-    moving = tokens * peer.per_token / h2d / 1e6 if h2d else None
+    moving = (tokens * peer.per_token + peer.state) / h2d / 1e6 if h2d else None
     beyond = ms("beyond")
     return {
         "connector": peer.connector, "step": peer.step_tokens, "tokens": tokens, "n": len(taken),
@@ -138,11 +150,17 @@ def summary(peer: Peer, tokens: int, taken: list[dict], h2d: float) -> dict:
     }  # fmt: skip
 
 
+def whole(length: int, peers: list[Peer]) -> int:
+    """The closest length of whole blocks of all of them."""
+    block = math.lcm(*(peer.block for peer in peers))
+    return max(round(length / block), 1) * block
+
+
 def ttft(peers: list[Peer], args: argparse.Namespace, results: Results, deadline: float) -> None:
     # Others for each step size: the node store outlives the engines of the one before.
     rng, vocab = random.Random(11 + args.step_tokens), vocabulary(args.model)
     blind: set[int] = set()  # lengths at which answers do not tell other KV
-    for length in args.lengths:
+    for length in [whole(length, peers) for length in args.lengths]:
         repeats = max(2, args.repeats * min(8192, 16384 * 8192 // length) // min(length, 8192))
         warm = 1 if length <= 32768 else 0
         taken: dict[Peer, list[dict]] = {peer: [] for peer in peers}
@@ -301,7 +319,7 @@ def decode_latency(peer: Peer, source: str, args: argparse.Namespace) -> dict:
 
 def run(args: argparse.Namespace) -> None:
     begin = time.monotonic()
-    results = Results(args.out, {"pinned": pinned_rate(args), "steps": {}})
+    results = Results(args.out, {"steps": {}})
     for step in args.step_tokens:
         measure(argparse.Namespace(**{**vars(args), "step_tokens": step}), results)
     for kind in ("ttft", "many", "itl"):
@@ -314,7 +332,7 @@ def sizes(args: argparse.Namespace) -> tuple[int, int]:
     gpu, host = [], []
     if "ttft" in args.phases:  # thrice in host memory: what came before is there too, and was asked for more often
         longest = max(args.lengths)
-        gpu.append(longest + SPARE)
+        gpu.append(longest + SPARE + (2048 if state_bytes(args.model) else 0))  # see ``whole``
         host.append(3 * longest)
     if "many" in args.phases:
         count, length = args.many
@@ -329,20 +347,26 @@ def sizes(args: argparse.Namespace) -> tuple[int, int]:
 def measure(args: argparse.Namespace, results: Results) -> None:
     """With engines of one step size."""
     begin = time.monotonic()
-    peers = start(args, *sizes(args))
-    try:
-        results.data["meta"] |= facts(args, peers)
-        results.data["meta"]["steps"][args.step_tokens] = results.data["meta"]["start_seconds"]
-        print(json.dumps(results.data["meta"]), flush=True)
-        if "ttft" in args.phases:
-            ttft(peers, args, results, begin + args.seconds)
-        if "many" in args.phases:
-            many(peers, args, results, begin + args.seconds + 30)
-        if "itl" in args.phases and time.monotonic() < begin + args.seconds + 60:
-            itl(peers, args, results)
-        results.counters(peers, args.step_tokens)
-    finally:
-        stop(peers)
+    with turns(args.device_lock) as my_turn:
+        peers = start(args, *sizes(args))
+        try:
+            if args.device_lock:
+                my_turn()
+                begin = time.monotonic()
+            if "pinned" not in results.data["meta"]:
+                results.data["meta"]["pinned"] = pinned_rate(args)
+            results.data["meta"] |= facts(args, peers)
+            results.data["meta"]["steps"][args.step_tokens] = results.data["meta"]["start_seconds"]
+            print(json.dumps(results.data["meta"]), flush=True)
+            if "ttft" in args.phases:
+                ttft(peers, args, results, begin + args.seconds)
+            if "many" in args.phases:
+                many(peers, args, results, begin + args.seconds + 30)
+            if "itl" in args.phases and time.monotonic() < begin + args.seconds + 60:
+                itl(peers, args, results)
+            results.counters(peers, args.step_tokens)
+        finally:
+            stop(peers)
 
 
 NAMES = {"kvtier": "vllm-kvtier", "offloading": "OffloadingConnector", "offloading256": "OffloadingConnector, 256",

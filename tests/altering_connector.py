@@ -4,7 +4,8 @@ Or, before that, what the store (or a pull) brought.
 The environment variable KVTIER_ALTER names a file: "zero GROUP", or "exchange GROUP" for the content of the load (or
 pull) before it if that was of as many blocks, or nothing. "flip GROUP" flips a bit of one of the blocks in the store,
 just before it is copied, or of one that was pulled, just before it is verified. "drafts GROUP" zeroes the layers of
-draft models only. The engine needs this folder in PYTHONPATH, and a CPU:
+draft models only. On a GPU: all but "flip", of loads that are not synchronous (``sync_load_ms`` 0). Once any was
+loaded, the file NAME.groups says how many groups there are. The engine needs this folder in PYTHONPATH:
 
     "kv_connector": "AlteringConnector", "kv_connector_module_path": "altering_connector"
 """
@@ -18,12 +19,14 @@ import torch
 
 from vllm_kvtier.connector import KVTierConnector
 from vllm_kvtier.wire.slots import PAGE
+from vllm_kvtier.worker.copy.cuda_copier import CudaCopier, CudaCopy
 from vllm_kvtier.worker.copy.host_copier import HostCopier
 from vllm_kvtier.worker.nixl_pull.exported_memory import CacheMemory
 from vllm_kvtier.worker.nixl_pull.pulls import Pulls
 
 VARIABLE = "KVTIER_ALTER"
 _load, _start, _poll, _check = HostCopier.load, Pulls.start, Pulls.poll, CacheMemory.begin_check
+_cuda_load, _cuda_done = CudaCopier.load, CudaCopy.done
 _random = random.Random("altering")
 _jobs = {}  # pulls under way, by request
 _before: dict[int, list[torch.Tensor]] = {}  # by group: the pages of the load before, by region
@@ -52,6 +55,21 @@ def _altered_load(self, group, blocks, keys, slots, after=None):
     return copy
 
 
+def _followed_cuda_load(self, group, blocks, keys, slots, after=None):
+    copy = _cuda_load(self, group, blocks, keys, slots, after)
+    copy.to_alter = (self._view, group, np.array(blocks))
+    return copy
+
+
+def _altered_cuda_done(self):
+    if not _cuda_done(self):
+        return False
+    view, group, blocks = self.__dict__.pop("to_alter", (None, 0, ()))
+    if len(blocks):
+        _alter(view, group, blocks)
+    return True
+
+
 def _altered_check(self, groups, moves=()):
     view = self.transfer_view
     for each in groups:
@@ -77,6 +95,7 @@ def _altered_poll(self, quick=False):
 
 
 def _alter(view, group, blocks):
+    Path(f"{os.environ[VARIABLE]}.groups").write_text(str(len(view.groups)))
     ids, views = torch.from_numpy(blocks), [view.pages(r) for r in view.groups[group].regions]
     loaded = [pages[ids] for pages in views]
     how = _planned(group)
@@ -86,10 +105,13 @@ def _alter(view, group, blocks):
         elif how == "exchange" and len(other) == len(ids):
             pages[ids] = other
     _before[group] = loaded
+    if view.device.type == "cuda":
+        torch.cuda.synchronize(view.device)  # the engine's stream does not wait for this thread's
 
 
 class AlteringConnector(KVTierConnector):
     def __init__(self, *args, **kwargs):
         HostCopier.load, CacheMemory.begin_check = _altered_load, _altered_check
+        CudaCopier.load, CudaCopy.done = _followed_cuda_load, _altered_cuda_done
         Pulls.start, Pulls.poll = _followed_start, _altered_poll
         super().__init__(*args, **kwargs)

@@ -3,26 +3,37 @@
     KVTIER_TEST_GPUS=0 python -m pytest tests/engines/test_gpu_kinds.py
 
 The models are tiny and their answers depend on all of their history (``tiny_models``). Three engines a kind: one with a
-node store, which is also the prefill engine, a decode engine, and a plain one, whose answers are right.
+node store, which is also the prefill engine, a decode engine, and a plain one, whose answers are right. All kinds'
+engines start at once, and a kind that does not start costs the others nothing: what vLLM itself does not serve on this
+machine is skipped. Each kind has negative controls: zeroed or exchanged blocks of one group, changed after their
+checksums were found right, change the answers. Flipped bits, clients that leave and a killed store do not.
 """
 
 import asyncio
 import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import tiny_models
+from altering_connector import VARIABLE
 from engine_client import Reply, driving, random_tokens
-from model_shapes import GPUS
-from node_fixtures import ASKED, OPTIONS, Node, NodeDriver, runtime_dir, seeded, store_env, store_in
+from engine_fixtures import TESTS_ON_PATH
+from model_shapes import GPU_FLAGS, GPUS
+from node_fixtures import ASKED, OPTIONS, Node, NodeDriver, NodeStore, runtime_dir, seeded, store_env, store_in
 from test_cache_kinds import off
 
 from vllm_kvtier.devtools.engines import Engine, kvtier
-from vllm_kvtier.devtools.processes import ServiceFailed, free_port, kill_all
+from vllm_kvtier.devtools.processes import free_port, kill_all
 
 pytestmark = pytest.mark.skipif(not GPUS, reason="KVTIER_TEST_GPUS names no device")
 
 ANSWER = 8  # tokens
+# Not where a chunk of ``tiny_models`` begins, behind which local attention needs nothing.
+LENGTH = 7 * tiny_models.CHUNK + 76
 
 
 class Kind(NamedTuple):
@@ -49,70 +60,126 @@ KINDS = {
     "mla-sparse": Kind(64, BF16, 0.3),
     "swa-mla": Kind(256, BF16, 0.3),
 }
-MEMORY = ("--gpu-memory-utilization", "0.04")
+READY = 130  # seconds; all kinds' engines compile their kernels at once
 
 
 class Trio(NamedTuple):
+    """``plan``: of ``altering_connector``."""
+
     kind: Kind
     engine: Engine
     decode: Engine
     plain: Engine
+    plan: Path
+
+    @property
+    def engines(self) -> tuple[Engine, ...]:
+        return self.plain, self.engine, self.decode
+
+    def plans(self, *hows: str) -> Iterator[str]:
+        """Nothing is altered first and last. How many groups there are is known when something was loaded."""
+        yield ""
+        groups = int(Path(f"{self.plan}.groups").read_text())
+        yield from (f"{how} {group}" for how in hows for group in range(groups))
+        yield "again"
+
+    @contextmanager
+    def altered(self, plan: str) -> Iterator[None]:
+        self.plan.write_text(plan)
+        try:
+            yield
+        finally:
+            self.plan.write_text("")
+
+
+class Trios(NamedTuple):
+    """``failed``: what went wrong with a kind's engine with a connector; ``unserved``: what vLLM itself lacks."""
+
+    made: dict[str, Trio]
+    failed: dict[str, str]
+    unserved: dict[str, str]
+    store: NodeStore
 
 
 @pytest.fixture(scope="module")
 def trios(request, model_path, log_dir):
-    """All wanted kinds, started together; of those that this vLLM cannot start on this device, the reason."""
     wanted = sorted({item.callspec.params["kind"] for item in request.session.items if item.path == request.path})
     with runtime_dir() as folder:
-        made: dict[str, Trio] = {}
-        failed: dict[str, str] = {}
-        for name in wanted:
-            kind = KINDS[name]
-            try:
-                model = tiny_models.build(name, log_dir / "models" / name, model_path)
-            except AttributeError as error:  # of an older transformers
-                failed[name] = str(error)
-                continue
-
-            def engine(role: str, kv: dict | None, name=name, kind=kind, model=model) -> Engine:
-                return Engine(
-                    model, name=f"{name}-{role}", kv=kv, block_size=kind.block, args=(*kind.flags, *MEMORY),
-                    log_dir=log_dir, gpus=GPUS[:1], env=store_env(folder), kv_cache_bytes=512 << 20, ready_seconds=240,
-                )  # fmt: skip
-
-            extra = {**OPTIONS, "store_size": "1GiB", "load_policy": "always", "bidirectional": True}
-            prefill = kvtier({**extra, "endpoint_port": free_port()})
-            decode = kvtier({**extra, "endpoint_port": free_port(), "store": "off"})
-            made[name] = Trio(kind, engine("store", prefill), engine("decode", decode), engine("plain", None))
-        engines = [each for trio in made.values() for each in trio[1:]]
+        trios = Trios({}, {}, {}, store_in(folder))
         try:
-            for each in engines:
-                each.start()
-            for name, trio in made.items():
+            for number, name in enumerate(wanted):
                 try:
-                    for each in (trio.plain, trio.engine, trio.decode):
-                        each.wait_ready()
-                except ServiceFailed as error:
-                    failed[name] = f"{each.name}: {error}"
-            yield made, failed, store_in(folder)
+                    model = tiny_models.build(name, log_dir / "models" / name, model_path)
+                except Exception as error:  # of an older or newer transformers
+                    trios.unserved[name] = f"transformers makes no such model: {error!r}"
+                    continue
+                gpu, plan = GPUS[number % len(GPUS)], log_dir / f"{name}.alter"
+                trios.made[name] = trio(KINDS[name], name, model, plan, folder, log_dir, gpu)
+                for each in trios.made[name].engines:
+                    each.start()
+            with ThreadPoolExecutor(len(wanted)) as pool:
+                list(pool.map(lambda name: until_up(name, trios), list(trios.made)))
+            yield trios
         finally:
-            kill_all(engines)
+            kill_all(each for trio in trios.made.values() for each in trio.engines)
 
 
-def of(trios, kind: str) -> Trio:
-    made, failed, _ = trios
-    if kind in failed and f"{kind}-plain" not in failed[kind]:
-        pytest.fail(failed[kind][-3000:])
-    if kind in failed:
-        pytest.skip(f"vLLM itself does not serve it here: {failed[kind]}")
-    return made[kind]
+def trio(kind: Kind, name: str, model: Path, plan: Path, folder: Path, log_dir: Path, gpu: int) -> Trio:
+    plan.write_text("")
+
+    def engine(role: str, options: dict | None) -> Engine:
+        kv = None
+        if options is not None:
+            extra = {**OPTIONS, "store_size": "2GiB", "load_policy": "always", "endpoint_port": free_port()}
+            extra |= {"lookup_timeout": 10, "handshake_timeout": 30, "handoff_seconds": 60, "retain_seconds": 2}
+            # What is loaded within a step cannot be altered before it is used.
+            extra |= {"sync_load_ms": 0, "pull_threshold": 1}
+            named = {"kv_connector": "AlteringConnector", "kv_connector_module_path": "altering_connector"}
+            kv = {**kvtier({**extra, **options}), **named}
+        return Engine(
+            model, name=f"{name}-{role}", kv=kv, block_size=kind.block, args=(*kind.flags, *GPU_FLAGS),
+            log_dir=log_dir, gpus=[gpu], env={**store_env(folder), **TESTS_ON_PATH, VARIABLE: str(plan)},
+            kv_cache_bytes=512 << 20, ready_seconds=READY,
+        )  # fmt: skip
+
+    return Trio(kind, engine("store", {}), engine("decode", {"store": "off"}), engine("plain", None), plan)
+
+
+def until_up(name: str, trios: Trios) -> None:
+    """Ready, and kernels compiled; or the kind's engines are killed, and why is known."""
+    trio = trios.made[name]
+    for each in trio.engines:
+        try:
+            each.wait_ready()
+            asyncio.run(warmed(each))
+        except Exception as error:  # whatever it is: the other kinds go on
+            why = f"{each.name}: {error!r}\n{each.log_tail(30)}"
+            (trios.unserved if each is trio.plain else trios.failed)[name] = why
+            kill_all(trio.engines)
+            return
+
+
+async def warmed(engine: Engine) -> None:
+    rng = seeded(f"warm {engine.name}")
+    async with driving(engine, NodeDriver) as driver:
+        for length in (LENGTH, 40):
+            await driver.ask(engine, random_tokens(rng, length), 3)
+        await asyncio.gather(*(driver.ask(engine, random_tokens(rng, LENGTH - i), 3) for i in range(3)))
 
 
 @pytest.fixture
-async def driver(trios, kind):
-    trio = of(trios, kind)
-    async with driving(trio.plain, NodeDriver) as driver:
-        driver.node = Node(trio.engine, trio.engine, trio.plain, trios[2], {})
+def of(trios: Trios, kind: str) -> Trio:
+    if kind in trios.unserved:
+        pytest.skip(f"vLLM itself does not serve it here: {trios.unserved[kind][-3000:]}")
+    if kind in trios.failed:
+        pytest.fail(trios.failed[kind][-4000:])
+    return trios.made[kind]
+
+
+@pytest.fixture
+async def driver(trios: Trios, of: Trio):
+    async with driving(of.plain, NodeDriver) as driver:
+        driver.node = Node(of.engine, of.engine, of.plain, trios.store, {})
         yield driver
 
 
@@ -120,40 +187,158 @@ def right(got: Reply, want: Reply, kind: Kind, what: object) -> None:
     assert off(got, want, kind.tolerance) < kind.tolerance, (what, got.report)
 
 
+async def known(driver: NodeDriver, engine: Engine, prompt: list[int]) -> int:
+    """Computed; stored as far as it will be; and in the GPU's prefix cache no more. Returns the tokens stored."""
+    await driver.ask(engine, prompt, 1)
+    await driver.until_idle(engine)
+    stored = -1
+
+    async def still() -> bool:
+        nonlocal stored
+        before, stored = stored, (await driver.query(engine, prompt)).stored
+        await driver.flushed(engine)
+        return stored == before > 0
+
+    await driver.until(still, 20, f"{len(prompt)} tokens are stored")
+    await driver.reset(engine)
+    return stored
+
+
+async def certain(driver: NodeDriver, kind: Kind, rng, length: int) -> list[int]:
+    """A prompt whose answer does not begin with a tie, behind which ``off`` compares nothing."""
+    for _ in range(50):
+        prompt = random_tokens(rng, length)
+        (best,) = (await driver.truth(prompt, 1)).top
+        if best[0] - best[1] > 2 * kind.tolerance:
+            return prompt
+    raise AssertionError("all answers are ties")
+
+
+def compared(moved: dict[str, float], plan: str, reply: Reply, want: Reply, kind: Kind) -> Reply:
+    """Notes how far the answer is off. Returns what to compare the next one with: the same engine's when nothing was
+    altered, where rounding is the same."""
+    moved[plan] = off(reply, want, kind.tolerance)
+    return want if plan else reply
+
+
+def noticed(moved: dict[str, float], kind: Kind) -> bool:
+    """All that was altered, and nothing else."""
+    altered = {plan for plan, far in moved.items() if plan and far > kind.tolerance / 10}
+    return moved[""] < kind.tolerance and altered == {plan for plan in moved if " " in plan}
+
+
 @pytest.mark.parametrize("kind", KINDS)
-async def test_gpu_kind_is_loaded_from_the_store(trios, kind, driver):
-    """Conversations that grow, several at once, with the GPU's prefix cache emptied between their turns."""
-    trio = of(trios, kind)
+async def test_gpu_kind_is_loaded_from_the_store(of: Trio, kind, driver):
+    """Conversations that grow, several at once, one edited and one left by its client, with the GPU's prefix cache
+    emptied between their turns."""
     rng = seeded(f"conversations {kind}")
-    stem, loaded = random_tokens(rng, 1400), 0
+    stem, loaded = random_tokens(rng, LENGTH), 0
     conversations = [stem + random_tokens(rng, rng.randrange(1, 500)) for _ in range(3)]
     for turn in range(3):
-        replies = await asyncio.gather(*(driver.ask(trio.engine, each, ANSWER, ASKED) for each in conversations))
+        left = driver.disconnect(of.engine, conversations[turn] + [300 + turn], 0.05, ASKED)
+        asked = [driver.ask(of.engine, each, ANSWER, ASKED) for each in conversations]
+        *replies, _ = await asyncio.gather(*asked, left)
         for i, reply in enumerate(replies):
-            want = await driver.ask(trio.plain, conversations[i], ANSWER)
-            right(reply, want, trio.kind, (turn, len(conversations[i])))
+            want = await driver.truth(conversations[i], ANSWER)
+            right(reply, want, of.kind, (turn, len(conversations[i])))
             loaded += reply.pulled
-            conversations[i] += reply.tokens + random_tokens(rng, rng.randrange(1, 300))
-        await driver.until_idle(trio.engine)
-        await driver.reset(trio.engine)
-    print(json.dumps({"kind": kind, "loaded": loaded, "counters": await driver.counters(trio.engine)}))
-    assert loaded > 1400
-    assert await driver.kvtier(trio.engine, "integrity_failures") == 0
+            conversations[i] = conversations[i] + reply.tokens + random_tokens(rng, rng.randrange(1, 300))
+        at = rng.randrange(LENGTH, len(conversations[turn]))
+        conversations[turn] = conversations[turn][:at] + random_tokens(rng, rng.randrange(1, 300))
+        await driver.until_idle(of.engine)
+        await driver.reset(of.engine)
+    print(json.dumps({"kind": kind, "loaded": loaded, "counters": await driver.counters(of.engine)}))
+    assert loaded > LENGTH
+    assert await driver.kvtier(of.engine, "integrity_failures") == 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_gpu_kind_is_handed_off(trios, kind, driver):
-    """From the prefill to the decode engine, and on the next turn back."""
-    trio = of(trios, kind)
+async def test_gpu_kind_is_handed_off(of: Trio, kind, driver):
+    """From the prefill to the decode engine, whose own prefix cache has some of it from the second turn on."""
     rng = seeded(f"hand-offs {kind}")
-    pulled = []
-    for length in (700, 1501):
-        prompt = random_tokens(rng, length)
-        own = await driver.ask(trio.plain, prompt, 1 + ANSWER)
-        _, reply = await driver.hand_off(trio.engine, trio.decode, prompt + own.tokens[:1], ANSWER)
-        want = await driver.ask(trio.plain, prompt + own.tokens[:1], ANSWER)
-        right(reply, want, trio.kind, length)
+    prompt, pulled = random_tokens(rng, 700), []
+    for turn in range(3):
+        _, reply = await driver.hand_off(of.engine, of.decode, prompt, ANSWER)
+        right(reply, await driver.truth(prompt, ANSWER), of.kind, turn)
         pulled.append(reply.pulled)
+        prompt = prompt + reply.tokens + random_tokens(rng, 300)
     print(json.dumps({"kind": kind, "handed_off": pulled}))
-    assert await driver.kvtier(trio.decode, "integrity_failures") == 0
+    assert await driver.kvtier(of.decode, "integrity_failures") == 0
     assert min(pulled) > 0, pulled
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_gpu_kind_altered_blocks_of_any_group_change_the_answer(of: Trio, kind, driver):
+    """Or the conversations prove nothing."""
+    rng = seeded(f"altered {kind}")
+    # Two tokens behind what is loaded: a state that was altered long before is forgotten.
+    length = 2 + await known(driver, of.engine, random_tokens(rng, LENGTH))
+    prompt, other = [await certain(driver, of.kind, rng, length) for _ in range(2)]
+    for each in (prompt, other):
+        await known(driver, of.engine, each)
+    want, moved = await driver.truth(prompt, ANSWER), {}
+    for plan in of.plans("zero", "exchange"):
+        assert (await driver.ask(of.engine, other, 1, ASKED)).pulled > 0
+        with of.altered(plan):
+            reply = await driver.ask(of.engine, prompt, ANSWER, ASKED)
+        assert reply.pulled > 0, reply.report
+        want = compared(moved, plan, reply, want, of.kind)
+        await driver.until_idle(of.engine)
+        await driver.reset(of.engine)
+    print(json.dumps({"kind": kind, "loads altered": {plan: round(each, 4) for plan, each in moved.items()}}))
+    assert noticed(moved, of.kind), moved
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_gpu_kind_altered_blocks_of_a_hand_off_change_the_answer(of: Trio, kind, driver):
+    rng = seeded(f"altered hand-off {kind}")
+    prompt = await certain(driver, of.kind, rng, LENGTH)
+    want, moved = await driver.truth(prompt, ANSWER), {}
+    for plan in of.plans("zero"):
+        first = await driver.prefill(of.engine, prompt)
+        with of.altered(plan):
+            reply = await driver.ask(of.decode, prompt, ANSWER, first.params)
+        assert reply.pulled > 0, reply.report
+        want = compared(moved, plan, reply, want, of.kind)
+        await driver.reset(of.decode)
+    print(json.dumps({"kind": kind, "hand-offs altered": {plan: round(each, 4) for plan, each in moved.items()}}))
+    assert noticed(moved, of.kind), moved
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_gpu_kind_flipped_bits_are_found_and_recomputed(of: Trio, trios: Trios, kind, driver):
+    """In every page of the store."""
+    rng = seeded(f"flips {kind}")
+    prompt = random_tokens(rng, LENGTH)
+    want = await driver.truth(prompt, ANSWER)
+    await asyncio.to_thread(trios.store.clear)
+    await known(driver, of.engine, prompt)
+    before = await driver.kvtier(of.engine, "integrity_failures")
+    with trios.store.memory() as memory:
+        for page in memory.written():
+            memory.flip(rng, page)
+    reply = await driver.ask(of.engine, prompt, ANSWER, ASKED)
+    assert reply.pulled == 0, reply.report
+    right(reply, want, of.kind, "flipped")
+    await driver.flushed(of.engine)
+    assert await driver.kvtier(of.engine, "integrity_failures") > before
+    await asyncio.to_thread(trios.store.clear)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_gpu_kind_survives_a_killed_store(of: Trio, trios: Trios, kind, driver):
+    """While it loads. It answers on, and nothing stays held."""
+    rng = seeded(f"killed {kind}")
+    prompts = [random_tokens(rng, LENGTH + 50 * i) for i in range(3)]
+    wants = [await driver.truth(prompt, ANSWER) for prompt in prompts]
+    await asyncio.to_thread(trios.store.until_up)
+    for prompt in prompts:
+        await driver.ask(of.engine, prompt, 1)
+    await driver.until_idle(of.engine)
+    await driver.reset(of.engine)
+    asked = [asyncio.create_task(driver.ask(of.engine, prompt, ANSWER, ASKED)) for prompt in prompts]
+    await asyncio.to_thread(trios.store.kill)
+    for reply, want in zip(await asyncio.gather(*asked), wants, strict=True):
+        right(reply, want, of.kind, "killed")
+    await asyncio.to_thread(trios.store.until_up)
+    await driver.until_idle(of.engine)

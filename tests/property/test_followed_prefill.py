@@ -75,8 +75,7 @@ class Prefill:
     request: object
     ids: list[list[int]]
     computed: int = 0
-    granted: int = 0
-    over: bool = False  # it granted all, or ended
+    over: bool = False  # it ended without an export
     state: str = "waiting"  # at the decode engine: waiting, loading, done, local
     local: int = 0
     tables: list[list[int]] = field(default_factory=list)
@@ -103,7 +102,7 @@ class World:
         self.running: list[tuple[int, PullJob]] = []  # (rank, job)
         self.content = [{} for _ in range(RANKS)]  # rank -> our block -> (group, remote block, key)
         self.prefills: dict[str, Prefill] = {}
-        self.block, self.lease, self.made, self.early, self.ended = 0, 0, 0, 0, 0
+        self.block, self.lease, self.made, self.early, self.ended, self.evicted = 0, 0, 0, 0, 0, 0
 
     def blocks(self, count):
         self.block += count
@@ -119,13 +118,23 @@ class World:
         params = {"do_remote_prefill": True, "remote_host": "p", "remote_port": 1, "kvtier": own}
         request = make_request(name, [self.rng.randrange(9) for _ in range(length)], HASH_BLOCK_SIZE, params)
         self.prefills[name] = Prefill(request, [self.blocks(-(-length // size)) for size, _ in self.groups])
+        if self.rng.random() < 0.5:
+            self.prefills[name].local = self.aligned(self.rng.randrange(length))
+
+    def aligned(self, tokens):
+        align = max(size for size, _ in self.groups)
+        return tokens // align * align
 
     def followed(self, p):
         name = f"export-{p.request.request_id}"
         return next((f for f in reversed(self.client.followed) if f.request.export == name), None)
 
+    def is_followed(self, p):
+        follow = self.followed(p)
+        return follow is not None and not (follow.complete or follow.ended or follow.cancelled)
+
     def pick(self):
-        going = [p for p in self.prefills.values() if not p.over and self.followed(p) is not None]
+        going = [p for p in self.prefills.values() if self.is_followed(p)]
         return self.rng.choice(going) if going else None
 
     def prefill_step(self):
@@ -133,26 +142,33 @@ class World:
         if p is None:
             return
         follow, length = self.followed(p), p.request.num_tokens
+        if p.over:  # it ended before it was asked for again
+            self.end_with(p, "unknown_export")
+            return
         p.computed = min(length, p.computed + self.rng.choice((4, 8, 16, 32)))
-        align = max(size for size, _ in self.groups)
-        p.granted = max(p.granted, follow.request.start)
+        granted = max(follow.request.start, *(leased.tokens for leased in follow.grants), 0)
         final = p.computed == length
-        start, end = (follow.request.start, length) if final else (p.granted, p.computed // align * align)
+        start, end = (follow.request.start, length) if final else (granted, self.aligned(p.computed))
         if start >= end:
-            p.over |= final
             if final:
                 self.end_with(p, "no_matching_blocks")
             return
-        p.granted, p.over, self.lease = end, final, self.lease + 1
+        self.lease += 1
         rows = [
             ids[start // size : -(-end // size)] for ids, (size, _) in zip(p.ids, self.groups, strict=True)
         ]
-        if not follow.cancelled:  # else the grant goes back at once
-            self.client.held.add(self.lease)
-            leased = LeasedBlocks(("p", 1), "p/1", self.lease, start, end, rows, ["rank"], final=final)
-            follow.grants.append(leased)
-            follow.outcome = follow.outcome or leased
-            follow.notify()
+        self.client.held.add(self.lease)
+        leased = LeasedBlocks(("p", 1), "p/1", self.lease, start, end, rows, ["rank"], final=final)
+        follow.grants.append(leased)
+        follow.outcome = follow.outcome or leased
+        follow.notify()
+
+    def evict(self):
+        """vLLM needs blocks of a prompt that waits."""
+        waiting = [p for p in self.prefills.values() if p.state == "waiting" and p.local]
+        if waiting:
+            p = self.rng.choice(waiting)
+            p.local, self.evicted = self.aligned(self.rng.randrange(p.local)), self.evicted + 1
 
     def prefill_ends(self):
         p = self.pick()
@@ -279,7 +295,7 @@ class World:
             self.rng.choices(events, weights)[0]()
         for _ in range(60):
             for p in self.prefills.values():
-                if not p.over and self.followed(p) is not None:
+                if self.is_followed(p):
                     p.over = True
                     self.end_with(p, "unreachable")
             self.step()
@@ -304,8 +320,8 @@ class World:
 def test_loads_that_follow_prefills_end_right(groups, seed):
     world = World(groups, seed)
     events = [world.new_request, world.prefill_step, world.step, world.read, world.collect, world.abort]
-    events.append(world.prefill_ends)
-    world.run(events, [3, 8, 8, 8, 6, 0.4, 0.6], 200)
+    events += [world.prefill_ends, world.evict]
+    world.run(events, [3, 8, 8, 8, 6, 0.4, 0.6, 1], 200)
     world.is_clean()
 
 
@@ -334,7 +350,7 @@ def test_machine_above_reads_while_prefills_go_on():
         world.run([world.new_request, world.prefill_step, world.step, world.read, world.collect], [2, 8, 8, 8, 6], 200)
         world.is_clean()
         early, ended = early + world.early, ended + world.ended
-    assert early > ended / 2 > 10
+    assert early > ended / 3 > 10
 
 
 def _matched(tokens=40):
@@ -349,6 +365,35 @@ def _matched(tokens=40):
         world.prefill_step()
     assert not p.over and world.matcher.match(p.request, 0) == (p.request.num_tokens, True)
     return world, p
+
+
+@pytest.mark.parametrize("granted", [False, True])
+def test_followed_prefill_is_kept_when_vllm_evicts_what_was_there(granted):
+    world = World(GROUPS[0], 0)
+    name = {"export": "export-r", "follow": True}
+    params = {"do_remote_prefill": True, "remote_host": "p", "remote_port": 1, "kvtier": name}
+    p = Prefill(make_request("r", list(range(40)), HASH_BLOCK_SIZE, params), [world.blocks(10)], computed=20, local=16)
+    world.prefills["r"] = p
+    world.step()
+    [first] = world.client.followed
+    assert first.request.start == 16
+    if granted:
+        world.prefill_step()
+        assert world.matcher.match(p.request, 16) == (24, True) and first.grants
+    p.local = 12
+    world.schedule()
+    assert first.cancelled and not world.client.held and not world.client.dropped and p.state == "waiting"
+    [_, again] = world.client.followed
+    assert (again.request.start, again.request.export) == (0, "export-r")
+    p.local = 8
+    while not p.ranks[0]:
+        world.prefill_step()
+        world.step()
+        world.read()
+        world.collect()
+    assert not p.bad and set(p.reads) == set(p.tables[0][2:]), "what vLLM has is not read"
+    world.run([lambda: None], [1], 1)
+    world.is_clean()
 
 
 def _malformed(world, p):

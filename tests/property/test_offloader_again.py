@@ -1,12 +1,17 @@
 """What the store lost, or never got, or got too late, is offered again: what is of use, and not for ever."""
 
+import gc
+import weakref
 from types import SimpleNamespace
 
 import offloader_harness
 import pytest
 from offloader_harness import GROUPS, HASH_BLOCK_SIZE, Engine, cached_states, flush, run, stored
+from support import make_request
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
 from vllm_kvtier.scheduler.offload import offloader
+from vllm_kvtier.scheduler.offload.kv_events import Events
 from vllm_kvtier.store.client import Failed
 from vllm_kvtier.store.protocol import HASH_BYTES
 from vllm_kvtier.vllm_compat import requests as vr
@@ -227,3 +232,74 @@ def test_offloader_conversation_stores_one_state_a_turn(monkeypatch):
     for g in (1, 2):
         kept = [item for item in engine.tier.items.values() if item.group == g and item.fate == "committed"]
         assert len(kept) == turns < len(said) // engine.groups[g].block_tokens
+
+
+def test_offloader_keeps_little_of_an_ended_request():
+    """While the store is down: not the pixels, nor the request itself. The blocks are stored from the copy, and their
+    labels are as the request's own."""
+    engine = Engine(GROUPS["full"], 1, 0)
+    events = engine.offloader.events = Events(engine.groups, HASH_BLOCK_SIZE, engine.reactor, lambda: None)
+    sent = []
+    events.send_labels = lambda namespace_id, raws: sent.extend(raws)
+    r = engine.new_request([1] * 33, 33, "tenant")
+    pixels = Pixels()
+    images = [
+        MultiModalFeatureSpec(pixels, "image", name, PlaceholderRange(offset=offset, length=6))
+        for name, offset in (("cat", 1), ("dog", 14))
+    ]
+    name = r.request.request_id
+    r.request = r.tracked.request = make_request(name, r.plan, HASH_BLOCK_SIZE, salt="tenant", media=images)
+    for i, h in enumerate(r.request.block_hashes):
+        engine.meaning[bytes(h)[:HASH_BYTES]] = bytes(h), ("tenant", *r.plan[: (i + 1) * HASH_BLOCK_SIZE])
+    engine.tier.die("s2")
+    while r.request.num_computed_tokens < 33:
+        engine.step(every=1.1)
+    expected = events.describe(b"space".ljust(HASH_BYTES), r.request, 0, range(8))
+    assert [keys for *_, (_, _, keys) in expected][:3] == [[("cat", 1), "tenant"], [("cat", -3)], None]
+    engine.finish(r, True)
+    engine.settle_down()
+    hashes = [bytes(h)[:HASH_BYTES] for h in r.request.block_hashes]
+    gone = weakref.ref(r.request), weakref.ref(pixels)
+    engine.well.clear()
+    engine.owners.clear()
+    del r, pixels, images
+    gc.collect()
+    assert [each() for each in gone] == [None, None]
+    engine.tier.live()
+    engine.settle_down()
+    assert [item.hash for item in engine.tier.items.values() if item.fate == "committed"] == hashes
+    assert sent == expected and not engine.offloader._ended and not engine.offloader._ended_tokens
+
+
+class Pixels:
+    """Of an image."""
+
+
+def test_offloader_blocks_of_embeddings_are_offered_once():
+    engine = Engine(GROUPS["full"], 1, 0)
+    engine.tier.die("s2")
+    r = engine.new_request([1] * 33, 33)
+    r.request.prompt_embeds = Pixels()
+    while r.request.num_computed_tokens < 33:
+        engine.step(every=1.1)
+    engine.finish(r, True)
+    engine.tier.live()
+    engine.settle_down()
+    assert stored(engine, r) == [] and not engine.offloader._ended
+    assert engine.counters.take() == {"stores_skipped|store_unavailable": 8}
+
+
+def test_offloader_tokens_of_ended_requests_are_bounded(monkeypatch):
+    monkeypatch.setattr(offloader, "MAX_ENDED_TOKENS", 80)
+    engine = Engine(GROUPS["full"], 1, 0)
+    engine.tier.die("s2")
+    for n in range(6):
+        r = engine.new_request([n * 100 + i for i in range(33)], 33)
+        while r.request.num_computed_tokens < 33:
+            engine.step(every=1.1)
+        engine.finish(r, True)
+        assert engine.offloader._ended_tokens == sum(t.ended for t in engine.offloader._ended.values()) <= 80
+    assert len(engine.offloader._ended) == 2 and engine.counters.take() == {"stores_skipped|store_unavailable": 32}
+    engine.tier.live()
+    engine.settle_down()
+    assert stored(engine, r) == list(range(8)) and not engine.offloader._ended_tokens

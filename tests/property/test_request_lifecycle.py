@@ -31,6 +31,9 @@ def test_lifecycle_every_path_releases_lookup_and_lease():
             if action is Action.CANCEL_LOOKUP:
                 assert now_asked, f"{source} {event} cancels an ask that is not out"
                 now_asked = False
+            if action is Action.CANCEL_TO_ASK:
+                assert now_asked or now_leased, f"{source} {event} cancels nothing"
+                now_asked = now_leased = False
             if action is Action.RELEASE:
                 assert now_leased, f"{source} {event} releases a lease that is not held"
                 now_leased = False

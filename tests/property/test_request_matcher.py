@@ -16,7 +16,7 @@ from support import WITHOUT_SHRINKING, make_request
 from vllm.v1.request import RequestStatus
 
 from vllm_kvtier.config import KVTierConfig
-from vllm_kvtier.jobs.transfer_jobs import PeerFetchJob, PullJob
+from vllm_kvtier.jobs.transfer_jobs import PeerFetchJob, PullJob, remember_peer
 from vllm_kvtier.scheduler.integrity.checksum_index import ChecksumIndex
 from vllm_kvtier.scheduler.leases.lease_client import LeasedBlocks
 from vllm_kvtier.scheduler.matching import request_matcher
@@ -361,6 +361,44 @@ def test_matcher_handoff_is_looked_up_loaded_and_released():
     assert not peers.held and made.match(request, 0) == (0, False)
 
 
+@pytest.mark.parametrize("before", [16, 12])
+def test_matcher_handoff_is_kept_when_vllm_evicts_what_was_there(before):
+    """The request waits for free blocks, or still for the answer; what vLLM has of its prompt becomes less."""
+    made, peers = matcher(bidirectional=False)
+    request = make_request("r", list(range(40)), HASH_BLOCK_SIZE, HANDOFF)
+    assert made.match(request, 16) == (None, False)
+    [pending] = peers.open
+    peers.answer(pending, peers.offer(pending, 40))
+    assert made.match(request, before) == (40 - before, True)
+    assert made.match(request, 12) == (28, True)
+    made.allocated(request, (list(range(21, 31)),), 28)
+    [order], _ = made.take_jobs()
+    assert order.groups[0].local.tolist() == [24, 25, 26, 27, 28, 29, 30], "what vLLM has is not read"
+    assert order.groups[0].remote.tolist() == [4, 5, 6, 7, 8, 9, 10]
+    made.on_load_ended("r", False)
+    assert not peers.held and not peers.dropped and not peers.open
+
+
+@pytest.mark.parametrize("answered", [False, True])
+def test_matcher_asks_retained_blocks_again_once_from_where_vllm_begins(answered):
+    made, peers = matcher()
+    params = {"do_remote_decode": True, "remote_host": "a", "remote_port": 1}
+    request = make_request("r", list(range(40)), HASH_BLOCK_SIZE, params)
+    assert made.match(request, 16) == (None, False)
+    if answered:
+        peers.answer(peers.open[0], peers.offer(peers.open[0], 40))
+        assert made.match(request, 16) == (24, True) and len(peers.held) == 1
+    assert made.match(request, 8) == (None, False)
+    *late, pending = peers.open
+    assert [each.cancelled for each in late] == [True] * (not answered) and not peers.held
+    assert pending.request.start == 8 and pending.address == ("a", 1)
+    for each in late:
+        peers.answer(each, peers.offer(each, 40))
+    peers.answer(pending, peers.offer(pending, 40))
+    assert made.match(request, 8) == (32, True)
+    assert made.match(request, 4) == (0, False) and not peers.open and not peers.held
+
+
 def test_matcher_queries_next_source_after_refusal():
     made, peers = matcher()
     params = {"do_remote_decode": True, "kvtier": {"sources": [{"host": h, "port": 1} for h in "abc"]}}
@@ -396,6 +434,29 @@ def test_matcher_request_scheduled_before_answer_cancels_lookup():
     assert pending.cancelled
     peers.answer(pending, peers.offer(pending, 40))
     assert not peers.held and made.match(request, 0) == (0, False)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_matcher_names_engines_that_workers_have_forgotten_again(seed, monkeypatch):
+    """Of engines that are restarted again and again, neither side remembers more than so many."""
+    monkeypatch.setattr("vllm_kvtier.jobs.transfer_jobs.MAX_PEERS_REMEMBERED", 8)
+    monkeypatch.setattr("vllm_kvtier.scheduler.matching.request_matcher.MAX_PEERS_REMEMBERED", 8)
+    rng, (made, peers), known, named = random.Random(seed), matcher(), {}, 0
+    for i in range(200):
+        request = make_request(f"r{i}", [i * 10 + j for j in range(40)], HASH_BLOCK_SIZE, HANDOFF)
+        made.match(request, 0)
+        peers.introduced = [f"p/{rng.randint(i // 20, i // 20 + 5)}"] * 2
+        peers.answer(peers.open[0], peers.offer(peers.open[0], 40))
+        made.match(request, 0)
+        made.allocated(request, (list(range(1, 11)),), 40)
+        [job], new = made.take_jobs()
+        for instance, ranks in new.items():
+            remember_peer(known, instance, ranks)
+        assert job.instance in known and len(known) <= 8 and len(made._known_peers) <= 8
+        named += len(new)
+        made.on_load_ended(request.request_id, False)
+        made.finished(request)
+    assert named < 60
 
 
 @given(st.data())

@@ -167,6 +167,19 @@ def test_store_without_candidates_is_not_queried(policy):
     world.balanced()
 
 
+@pytest.mark.parametrize("exported, longest", [(None, 39), (39, 39), (24, 24), (99, 39)])
+def test_attention_hits_end_before_the_states_of_the_handoff(exported, longest):
+    """Behind it nothing has states: vLLM would go back to what all groups have, and the hand-off be dropped."""
+    world = World(GROUPS["states"])
+    own = {} if exported is None else {"instance": "a/1", "num_tokens": exported, "digest": "00"}
+    handoff = {"do_remote_prefill": True, "remote_host": "a", "remote_port": 1, "remote_request_id": "e"}
+    handoff |= {"remote_block_ids": [[1]], "kvtier": own}
+    request = make_request("r", list(range(40)), HASH_BLOCK_SIZE, handoff)
+    assert world.matcher.longest_local_hit(request) == longest - 4  # ``pull_threshold``
+    assert world.matcher.longest_local_hit(make_request("s", list(range(40)), HASH_BLOCK_SIZE)) == 0
+    assert world.matcher.longest_local_hit(make_request("t", list(range(3)), HASH_BLOCK_SIZE, handoff)) == 0
+
+
 @pytest.mark.parametrize("local", [0, 24])
 def test_store_is_asked_from_the_common_hit_after_a_failed_handoff(local):
     """While a hand-off may bring the states vLLM has attention's own hit, and without it only what all groups have."""

@@ -163,8 +163,30 @@ def test_events_name_the_cluster_beside_storage():
     world.tiers["mooncake"].turn(False)
     assert world.said() == [Removed(0, CLUSTER, [HASHES[0]])]
     world.tiers["mooncake"].turn(True)
-    assert [(each.place, hashes_in(each)) for each in world.said()] == []
-    assert world.changes.labelled == (0, 0), "nothing had it, so its label is gone"
+    assert [(each.place, hashes_in(each)) for each in world.said()] == [(CLUSTER, HASHES[:1])]
+    world.tiers["mooncake"].lose(name)
+    assert world.said() == [Removed(0, CLUSTER, [HASHES[0]])] and world.changes.labelled == (0, 0)
+
+
+@pytest.mark.parametrize("comes_back", [0, 1, 2])
+def test_events_of_the_only_tier_come_back_with_it(comes_back):
+    """Its blocks have left memory. It lacks some when it can be used again; nothing is kept of those."""
+    world = World()
+    world.store(3)
+    names = [(ONE, 0, each[:HASH_BYTES]) for each in HASHES[:3]]
+    for name in names[:2]:
+        world.tiers["disk"].put(name)
+    world.index.clear(None)
+    world.said()
+    world.tiers["disk"].turn(False)
+    [removed] = world.said()
+    assert removed == Removed(0, DISK, HASHES[:2]) and world.changes.labelled[0] == 2
+    world.tiers["object"].turn(False)
+    assert world.said() == [] and world.changes.labelled[0] == 2
+    world.tiers["disk"].kept = set(names[:comes_back])
+    world.tiers["disk"].turn(True)
+    found = [(each.place, hashes_in(each)) for each in world.said()]
+    assert found == ([(DISK, HASHES[:comes_back])] if comes_back else []) and world.changes.labelled[0] == comes_back
 
 
 def test_events_of_unavailable_tier_remove_its_blocks():

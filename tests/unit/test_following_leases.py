@@ -6,6 +6,7 @@ import pytest
 from endpoint_support import BLOCK_HASHES, HASH_BLOCK_SIZE, Asker, Source, SourceProcess, export, making
 from support import eventually
 
+from vllm_kvtier.scheduler.leases import lease_server
 from vllm_kvtier.scheduler.leases.exports import Export, GroupBlocks, LeaseKind, Refusal
 from vllm_kvtier.wire import messages as m
 
@@ -195,6 +196,23 @@ def test_prefill_that_waits_is_waited_for_while_its_engine_answers(make):
     eventually(lambda: pending.ended)
     assert pending.ended.code == "timeout"
     eventually(lambda: running.parked() == 0)
+
+
+def test_requests_that_wait_are_bounded(make, monkeypatch):
+    monkeypatch.setattr(lease_server, "MAX_PARKED", 3)
+    running, asker = Running(make), make(Asker)
+    waiting = [follow(asker, running.source, export=f"e{n}")[0] for n in range(5)]
+    eventually(lambda: all(each.ended for each in waiting[3:]))
+    assert {each.ended.code for each in waiting[3:]} == {"peer_busy"} and running.parked() == 3
+    running.source.table.add(export(ready=7))
+    refused = asker.answer(running.source.address)
+    assert refused.code == "checksums_not_ready" and not any(each.outcome for each in waiting[:3])
+    asker.peers.stop_following(waiting[0], done=False)
+    pending = asker.ask(running.source.address)
+    eventually(lambda: running.parked() == 3)
+    running.source.on_reactor(lambda: running.source.endpoint.checksums_ready(7))
+    eventually(lambda: pending.outcome)
+    assert pending.outcome.tokens == TOKENS
 
 
 def test_dropped_prefill_is_reported(make):

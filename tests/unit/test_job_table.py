@@ -35,3 +35,32 @@ def test_load_in_parts_that_lost_the_first_fails_with_the_last():
     table.finish(PullResult("r", set(), False, "", 1, 0.1))
     out = table.results()
     assert out.finished == out.failed == {"r"} and out.bad_blocks == {1, 2}
+
+
+def test_lost_jobs_are_those_that_were_listed():
+    """One may end before it is looked for, and its request have another job by then: that one goes on."""
+    table = JobTable()
+    part(table, [1, 2], more=False)
+    listed = table.under_way()
+    table.finish(PullResult("r", set(), False, "", 1, 0.1))
+    assert table.results().finished == {"r"}
+    assert table.fail_lost(listed, known=set()) and not table.results().results
+    part(table, [3, 4], more=False)
+    assert not table.fail_lost(listed, known=set()), "the second may be lost: look again"
+    assert not table.results().results and list(table.outstanding) == ["r"]
+    assert table.fail_lost(table.under_way(), known=set())
+    assert table.results().bad_blocks == {3, 4}
+
+
+def test_part_that_ended_is_not_lost_in_place_of_the_next():
+    table = JobTable()
+    part(table, [1, 2], more=True)
+    listed = table.under_way()
+    table.finish(PullResult("r", set(), False, "", 1, 0.1))
+    table.results()
+    assert table.fail_lost(listed, known=set()) and not table.results().results
+    part(table, [3, 4], more=False)
+    assert not table.fail_lost(listed, known=set()) and not table.results().results
+    table.finish(PullResult("r", set(), False, "", 1, 0.1))
+    out = table.results()
+    assert (out.finished, out.failed) == ({"r"}, set())

@@ -181,6 +181,29 @@ async def test_decode_request_beside_prefill_counts_as_an_attempt():
         assert sum(len(engine.seen) for engine in c.d) == 2
 
 
+@pytest.mark.parametrize("status", [429, 500])
+async def test_answer_of_only_decode_attempt_is_the_client_s(status):
+    async with following(d=2, max_decode_attempts=1) as c:
+        for engine in c.d:
+            engine.hold, engine.status = None, status
+        asked = asyncio.create_task(c.chat("hello"))
+        await c.until(lambda: any(engine.seen for engine in c.d))
+        c.p[0].hold.set()
+        assert (await asked).status_code == status and sum(len(engine.seen) for engine in c.d) == 1
+
+
+async def test_prefill_timeout_is_for_all_prefills_of_a_request():
+    """The followed one hangs: when its time is over, no other prefill engine is asked."""
+    async with following(p=2, prefill_timeout=0.3) as c:
+        asked = asyncio.create_task(c.chat("hello"))
+        to_d = await c.d[0].until_seen(1)
+        await asyncio.wait_for(to_d.aborted.wait(), 10)
+        c.d[0].hold.set()
+        assert (await asked).status_code == 200
+        assert sum(len(engine.seen) for engine in c.p) == 1 and len(c.d[0].seen) == 2
+        assert "export" not in c.d[0].seen[1].body["kv_transfer_params"]["kvtier"], "it computes the prompt"
+
+
 async def test_client_that_leaves_ends_both_requests():
     async with following() as c:
         asked = asyncio.create_task(c.chat("hello"))

@@ -184,10 +184,24 @@ class FailedJob(FillingJob):
     reason: str = ""
 
 
+# Engines whose ranks the workers remember. Each restart of an engine makes another.
+MAX_PEERS_REMEMBERED = 512
+
+
+def remember_peer(known: dict[str, list[RankInfo]], instance: str, ranks: list[RankInfo]) -> list[str]:
+    """Enter an engine. Returns those that are removed for it, which were named longest ago."""
+    known.pop(instance, None)
+    known[instance] = ranks
+    removed = list(known)[: max(0, len(known) - MAX_PEERS_REMEMBERED)]
+    for each in removed:
+        del known[each]
+    return removed
+
+
 @dataclass
 class StepWork:
-    """One step's work. ``new_peers``: instance -> ranks of the engines that ``pulls`` or ``fetches`` name for the first
-    time."""
+    """One step's work. ``new_peers``: instance -> ranks of the engines that ``pulls`` or ``fetches`` name and the
+    workers may not know, because they are new or were named so long ago that they are forgotten."""
 
     step: int
     checksums: list[ChecksumJob] = field(default_factory=list)

@@ -1,5 +1,6 @@
 """Reads vLLM's ``Request``: its block hashes, how much of its KV is written, how it ended. On the scheduler thread."""
 
+import dataclasses
 import hashlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -75,6 +76,21 @@ def ends_with_prompt(request: Any) -> bool:
 def ended_well(request: Any) -> bool:
     """Whether it stopped or reached its length; blocks of aborted or failed requests are not exported."""
     return request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+
+
+def ended_copy(request: Any, events: bool) -> Any:
+    """What offloading reads of a request that has ended, without what is large: the pixels of its media, embeddings.
+    No list is copied. ``events``: also what ``event_keys`` and labels need, if its prompt is not of embeddings."""
+    kept = SimpleNamespace(
+        lora_request=request.lora_request, cache_salt=request.cache_salt, block_hashes=request.block_hashes,
+        num_prompt_tokens=request.num_prompt_tokens, num_computed_tokens=request.num_computed_tokens,
+    )  # fmt: skip
+    if _LORA_FINGERPRINT in vars(request):
+        keep_variant(kept, vars(request)[_LORA_FINGERPRINT])
+    if events:
+        kept.all_token_ids, kept.prompt_embeds = request.all_token_ids, None
+        kept.mm_features = [dataclasses.replace(feature, data=None) for feature in request.mm_features or ()]
+    return kept
 
 
 def block_hashes(request: Any, tokens: int, hash_block_size: int) -> list[bytes]:

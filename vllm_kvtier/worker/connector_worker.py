@@ -242,7 +242,8 @@ class KVTierConnectorWorker:
 
     def _fail_lost(self, jobs: list[Job]) -> None:
         known = set() if self._store is None else self._store.under_way()
-        self._jobs.fail_lost(jobs, known | self._exchange.under_way())
+        if not self._jobs.fail_lost(jobs, known | self._exchange.under_way()):
+            self._errors = -1  # look again
 
     def _when_connected(self, begin: Callable[[], None]) -> None:
         if self._connected:

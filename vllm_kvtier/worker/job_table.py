@@ -70,13 +70,24 @@ class JobTable:
         running = {request_id: parts.running for request_id, parts in self._parts.items()}
         return [job for request_id, job in self.outstanding.items() for _ in range(running.get(request_id, 1))]
 
-    def fail_lost(self, jobs: Iterable[Job], known: set[str]) -> None:
-        """Fail those of ``jobs`` that no part of the worker knows any more. Any thread."""
+    def fail_lost(self, jobs: Iterable[Job], known: set[str]) -> bool:
+        """Fail those of ``jobs`` that no part of the worker knows any more. Any thread. False: of some request another
+        job has come since they were listed; look again.
+
+        A job may have ended meanwhile, and its request may have another one, which must not end in its place."""
+        current, failed = True, Counter[str]()
         with self._lock:
             known = known | {result.request_id for result in self._done}
-        for job in jobs:
-            if job.request_id not in known:
-                self.finish(failed_result(job, LOST))
+            for job in jobs:
+                name, parts = job.request_id, self._parts.get(job.request_id)
+                if name in known or name not in self.outstanding:
+                    continue
+                if self.outstanding[name] is not job:
+                    current = False
+                elif parts is None or failed[name] < parts.running:
+                    failed[name] += 1
+                    self._done.append(failed_result(job, LOST))
+        return current
 
     def results(self) -> StepResults:
         """All that ended since the last call. Results leave the table only when all are put together."""

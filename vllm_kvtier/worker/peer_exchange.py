@@ -15,7 +15,7 @@ import torch
 from vllm_kvtier.containment import Containment
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.jobs.results import failed_result
-from vllm_kvtier.jobs.transfer_jobs import ChecksumJob, PullJob, StepWork
+from vllm_kvtier.jobs.transfer_jobs import ChecksumJob, PullJob, StepWork, remember_peer
 from vllm_kvtier.logs import get_logger
 from vllm_kvtier.wire import link as lm
 from vllm_kvtier.wire import messages as m
@@ -74,7 +74,8 @@ class PeerExchange:
     # -- model runner's thread -------------------------------------------------------------------------------------
 
     def add_engines(self, engines: dict[str, list[m.RankInfo]]) -> None:
-        self._engines.update(engines)
+        for instance, ranks in engines.items():
+            remember_peer(self._engines, instance, ranks)
 
     def start_pulls(self, work: StepWork, before: torch.cuda.Event | None) -> None:
         """Begin the pulls of ``work`` from connected engines, if the lock is free; ``step`` begins the rest."""

@@ -33,25 +33,28 @@ class FollowingGeneration(Generation):
         engine = decode.engine
         engine.followed_prefills += 1
         try:
-            outcome, answer = await self._both(prefill, decode)
+            outcome, answer, error = await self._both(prefill, decode)
         finally:
             engine.followed_prefills -= 1
         if answer is None and outcome is Prefill.FAILED:
             return await super()._run(prefill, decode)
         prefill.release()
-        return answer or await self._decode(decode)
+        return answer or await self._decode(decode, error)
 
     def _can_follow(self, prefill: Engine, decode: Engine) -> bool:
         room = decode.followed_prefills < self._config.max_followed_prefills
         known = prefill.can_be_followed and prefill.source is not None
         return room and known and prefill.usable and decode.usable
 
-    async def _both(self, prefill: EngineSlot, decode: EngineSlot) -> tuple[Prefill | None, Answer | None]:
-        """(How the prefill ended, None if it was cancelled; the client's answer, None if there is none yet.)"""
+    async def _both(
+        self, prefill: EngineSlot, decode: EngineSlot
+    ) -> tuple[Prefill | None, Answer | None, Answer | None]:
+        """(How the prefill ended, None if it was cancelled; the client's answer, None if there is none yet; an answer
+        of the decode engine for which another one is to be tried.)"""
         source, name = prefill.engine.source, uuid.uuid4().hex
         assert source is not None, "_can_follow"
         self._core.count("followed")
-        deadline = time.monotonic() + self._config.prefill_timeout
+        deadline = self._prefill_deadline()
         prefilling = asyncio.create_task(self._prefill_at(prefill.engine, self._prefill_body(name), deadline))
         decoding = asyncio.create_task(self._decode_at(decode.engine, decode, following_params(source, name)))
         taken: Answer | None = None
@@ -61,7 +64,7 @@ class FollowingGeneration(Generation):
                 served, answer = decoding.result()
                 if served:
                     taken = answer
-                    return None, answer
+                    return None, answer, None
             outcome, answer = await prefilling
             if outcome in (Prefill.FAILED, Prefill.LOST):
                 self._core.count("prefill_failures")
@@ -71,11 +74,11 @@ class FollowingGeneration(Generation):
             moved = now is not None and (now.host, now.port) != (source.host, source.port)
             if (outcome is Prefill.DONE and moved) or outcome not in (Prefill.DONE, Prefill.LOST):
                 self._attempts = 0  # the decode request ends as if it had not been sent
-                return outcome, answer
+                return outcome, answer, None
             prefill.release()
             served, answer = await decoding
             taken = answer if served else None
-            return outcome, taken
+            return outcome, taken, None if served else answer
         finally:
             await _end(prefilling)
             await _end(decoding)

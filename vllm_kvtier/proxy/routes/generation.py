@@ -73,6 +73,7 @@ class Generation(EngineRequest):
         self._prefill_params: TransferParams | None = None
         self._decode_engine: Engine | None = None
         self._attempts = 0
+        self._prefill_by: float | None = None  # deadline of all its prefills, once the first has begun
         self._prefill_seconds: float | None = None
 
     async def answer(self) -> Answer:
@@ -131,13 +132,12 @@ class Generation(EngineRequest):
 
     async def _prefill(self, slot: EngineSlot) -> Answer | None:
         """Have a prefill engine compute the prompt; returns its answer only if it is for the client (4xx)."""
-        body = self._prefill_body()
-        deadline = time.monotonic() + self._config.prefill_timeout
+        body, deadline = self._prefill_body(), self._prefill_deadline()
         tried: tuple[Engine, ...] = ()
         while True:
             engine = slot.engine
             tried = (*tried, engine)
-            if engine.usable:
+            if engine.usable and time.monotonic() < deadline:
                 outcome, answer = await self._prefill_at(engine, body, deadline)
                 if outcome not in (Prefill.FAILED, Prefill.LOST):
                     return answer
@@ -150,6 +150,11 @@ class Generation(EngineRequest):
                 return None
             self._core.metrics.retried("prefill")
             slot.move(choice.engine, choice.tokens)
+
+    def _prefill_deadline(self) -> float:
+        if self._prefill_by is None:
+            self._prefill_by = time.monotonic() + self._config.prefill_timeout
+        return self._prefill_by
 
     def _prefill_body(self, export_as: str = "") -> bytes:
         sources = self._core.router.sources(self._route) if self._config.bidirectional else []
@@ -189,8 +194,8 @@ class Generation(EngineRequest):
 
     # -- decode ----------------------------------------------------------------------------------------------------
 
-    async def _decode(self, slot: EngineSlot) -> Answer:
-        last_error: Answer | None = None
+    async def _decode(self, slot: EngineSlot, last_error: Answer | None = None) -> Answer:
+        """``last_error``: the answer of an engine that was tried already."""
         left = self._config.max_decode_attempts - self._attempts  # one may have been sent beside the prefill
         for engine in self._decode_order(slot.engine)[: max(0, left)]:
             if self._attempts:

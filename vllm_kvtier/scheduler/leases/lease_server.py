@@ -32,6 +32,7 @@ _REASONS = {
     Refusal.BUSY: "too many blocks are leased already, or too few are free",
 }
 MAX_SILENT_CONNECTIONS = 4096
+MAX_PARKED = 4096  # requests that wait here; those beyond are refused
 
 Question = m.Query | m.Inspect | m.PinPrompt | m.Warm | m.Explain | m.GetIdentity
 Answer = Callable[[m.PrefixLengths | m.Inspection | m.PinResult | m.Explanation | m.Identity], None]
@@ -201,9 +202,7 @@ class LeaseServer(LeaseListener[Connection]):
             case m.Hello():
                 self._hello(connection, message)
             case m.LeaseRequest(follow=True) if connection.greeted:
-                follower = Parked(identity, message, time.monotonic() + message.wait_seconds, message.start)
-                self._parked.append(follower)
-                self._follow(follower)
+                self._begin_following(identity, message)
             case m.StopFollowing():
                 stopped = identity, message.lookup_id
                 self._parked = [p for p in self._parked if (p.identity, p.request.lookup_id) != stopped]
@@ -214,7 +213,7 @@ class LeaseServer(LeaseListener[Connection]):
                 self._refuse(identity, message.lookup_id, "peer_restarted", "no handshake on this connection")
             case m.Release():
                 self._exports.release(message.lease, identity, message.done)
-            case m.ReleaseExport():
+            case m.ReleaseExport():  # the proxy sends it, which has no namespace to greet with, but knows the name
                 if not self._exports.end_export(message.export):
                     self._events.on_released(message.export)
             case m.Ping():
@@ -272,6 +271,14 @@ class LeaseServer(LeaseListener[Connection]):
         self._reply(identity, request, deadline, found)
 
     # -- following a prefill -------------------------------------------------------------------------------------------
+
+    def _begin_following(self, identity: bytes, request: m.LeaseRequest) -> None:
+        if len(self._parked) >= MAX_PARKED:
+            self._refuse(identity, request.lookup_id, Refusal.BUSY.value, "too many requests wait for prefills here")
+            return
+        follower = Parked(identity, request, time.monotonic() + request.wait_seconds, request.start)
+        self._parked.append(follower)
+        self._follow(follower)
 
     def _follow(self, p: Parked) -> None:
         """Grant the whole export if the prefill has ended, else ask for its next stretch. ``p`` is parked."""
@@ -331,7 +338,7 @@ class LeaseServer(LeaseListener[Connection]):
         self.update()
 
     def _reply(self, identity: bytes, request: m.LeaseRequest, deadline: float, found: Lease | Refusal) -> None:
-        if found is Refusal.NOT_READY and time.monotonic() < deadline:
+        if found is Refusal.NOT_READY and time.monotonic() < deadline and len(self._parked) < MAX_PARKED:
             self._parked.append(Parked(identity, request, deadline))
         elif isinstance(found, Lease):
             self._grant(identity, request, found)

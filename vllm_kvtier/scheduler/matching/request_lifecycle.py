@@ -37,6 +37,7 @@ class Event(enum.Enum):
     LOAD_DONE = "load done"
     LOAD_FAILED = "load failed"
     PREEMPT = "preempt"
+    ASK_AGAIN = "ask again"  # vLLM has evicted tokens before those that were asked for
     FINISH = "finish"  # stopped, capped or aborted
 
 
@@ -45,6 +46,7 @@ class Action(enum.Enum):
 
     NONE = "none"
     CANCEL_LOOKUP = "cancel lookup"  # a grant that still comes is released on arrival
+    CANCEL_TO_ASK = "cancel to ask again"  # a lookup or its lease; the source keeps what it has for this request
     RELEASE = "release"  # release the lease
     CANCEL_LOAD = "cancel load"  # the workers begin no more of it; its lease is released when they report its end
 
@@ -63,11 +65,13 @@ TRANSITIONS: dict[tuple[State, Event], tuple[State, Action]] = {
     (S.LOOKUP, E.TIMEOUT): (S.NEW, A.CANCEL_LOOKUP),
     (S.LOOKUP, E.DECLINE): (S.LOCAL, A.CANCEL_LOOKUP),
     (S.LOOKUP, E.PREEMPT): (S.LOOKUP, A.NONE),
+    (S.LOOKUP, E.ASK_AGAIN): (S.NEW, A.CANCEL_TO_ASK),
     (S.LOOKUP, E.FINISH): (S.GONE, A.CANCEL_LOOKUP),
     (S.HIT, E.ALLOCATE): (S.LOADING, A.NONE),
     (S.HIT, E.DECLINE): (S.LOCAL, A.RELEASE),
     (S.HIT, E.TIMEOUT): (S.LOCAL, A.RELEASE),  # no blocks free for longer than the lease should be held
     (S.HIT, E.PREEMPT): (S.HIT, A.NONE),
+    (S.HIT, E.ASK_AGAIN): (S.NEW, A.CANCEL_TO_ASK),
     (S.HIT, E.FINISH): (S.GONE, A.RELEASE),
     (S.LOADING, E.LOAD_DONE): (S.LOADED, A.RELEASE),
     (S.LOADING, E.LOAD_FAILED): (S.LOCAL, A.RELEASE),

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, cast
 
-from vllm_kvtier.jobs.transfer_jobs import FailedJob
+from vllm_kvtier.jobs.transfer_jobs import MAX_PEERS_REMEMBERED, FailedJob
 from vllm_kvtier.scheduler.context import LoadContext
 from vllm_kvtier.scheduler.integrity.sync_load import SyncJob
 from vllm_kvtier.scheduler.matching.request_lifecycle import Event, RequestLifecycle, State
@@ -112,10 +112,9 @@ class RequestMatcher:
         use of; 0 without such a source, or when it was tried."""
         state = self.track(request)
         may_load = state.life.state in (State.NEW, State.LOOKUP, State.HIT)
-        state.takes_attention_hit = may_load and self._source_selector.awaits_states(state)
-        if not state.takes_attention_hit:
-            return 0
-        return self._geometry.lookup_tokens(request.num_tokens) - max(1, self._config.pull_threshold)
+        end = self._source_selector.awaited_states(state) if may_load else 0
+        state.takes_attention_hit = end > 0
+        return max(0, end - max(1, self._config.pull_threshold))
 
     def _match(self, request: Any, computed: int) -> tuple[int | None, bool]:
         state = self.track(request)
@@ -138,10 +137,10 @@ class RequestMatcher:
                 case State.LOOKUP:
                     if state.waits_since:
                         self._source_selector.wait_briefly(state, len(self._tracked) == 1)
-                    awaited = state.takes_attention_hit and self._source_selector.awaits_states(state)
+                    awaited = state.takes_attention_hit and self._source_selector.awaited_states(state)
                     if not self._source_selector.answered(state):
                         return None, False
-                    if awaited and not self._source_selector.awaits_states(state):
+                    if awaited and not self._source_selector.awaited_states(state):
                         return None, False  # vLLM asks again, from where it has the states itself
                 case State.HIT:
                     if state.taken_hit.source.cost_key and self._waits_for_load(state, computed):
@@ -174,8 +173,12 @@ class RequestMatcher:
         """While a request waits for free blocks, vLLM's cache may evict its prefix: ask the store again, from there.
 
         A hit that begins after ``computed`` is of no use, and an earlier miss is out of date. A peer's blocks are not
-        held for longer than ``max_hold_seconds``.
+        held for longer than ``max_hold_seconds``. Of other sources the one that was asked is asked again, once.
         """
+        pending = state.pending
+        if pending is not None and pending.start > computed and not (pending.source.cost_key or state.asked_again):
+            if state.life.state in (State.LOOKUP, State.HIT):
+                self._source_selector.ask_again(state)
         if state.life.state is not State.HIT and state.life.state is not State.LOCAL:
             return
         candidates = self._source_selector.candidates_after_loss()
@@ -257,6 +260,8 @@ class RequestMatcher:
         for group in job.groups:
             self._checksum_index.remove(group.blocks.tolist())
         if hit.ranks is not None and hit.instance not in self._known_peers:
+            if len(self._known_peers) >= MAX_PEERS_REMEMBERED:
+                self._known_peers.clear()  # each of them may be one that the workers forget
             self._known_peers.add(hit.instance)
             self._new_peers[hit.instance] = hit.ranks
         return job
@@ -322,7 +327,7 @@ class RequestMatcher:
                 self._jobs.append(job)
 
     def take_jobs(self) -> tuple[list[Job | FailedJob], dict[str, list[RankInfo]]]:
-        """Jobs for the workers to start in this step, and the ranks of peers that they name for the first time."""
+        """Jobs for the workers to start in this step, and the ranks of peers as in ``StepWork.new_peers``."""
         taken, self._jobs = self._jobs, []
         new_peers, self._new_peers = self._new_peers, {}
         return taken, new_peers

@@ -42,17 +42,25 @@ class SourceSelector:
         """Whether no source is of use to this request."""
         return not self._resumes or state.request.skip_reading_prefix_cache
 
-    def awaits_states(self, t: RequestState) -> bool:
-        """Whether a source with the states behind the whole prompt is still to be asked, or was asked last."""
-        if t.candidates is None:
-            return any(source.has_last_state and any(source.candidates(t)) for source in self.sources)
-        asked = [t.candidate] if t.candidate is not None and t.life.state is not State.NEW else []
-        return any(each.source.has_last_state for each in (*asked, *t.candidates))
+    def awaited_states(self, t: RequestState) -> int:
+        """Tokens behind which a source that is still to be asked, or was asked last, has the states; 0 without one."""
+        sources = self.sources
+        if t.candidates is not None:
+            asked = [t.candidate] if t.candidate is not None and t.life.state is not State.NEW else []
+            sources = [each.source for each in (*asked, *t.candidates)]
+        return max((source.last_state(t) for source in sources), default=0)
 
     def candidates_after_loss(self) -> deque[Candidate]:
         return deque(candidate for source in self.sources for candidate in source.candidates_after_loss())
 
     # -- lookup ------------------------------------------------------------------------------------------------------
+
+    def ask_again(self, state: RequestState) -> None:
+        """Have the candidate that was asked last asked next, from where vLLM's prefix cache ends now."""
+        assert state.candidate is not None and state.candidates is not None, "it was asked"
+        self.advance(state, Event.ASK_AGAIN)
+        state.candidates.appendleft(state.candidate)
+        state.asked_again = True
 
     def ask_next(self, state: RequestState, computed: int, alone: bool) -> bool:
         """Ask the next candidate that is worth it; False if none is left. ``alone``: no other request is here."""
@@ -175,6 +183,9 @@ class SourceSelector:
             source.cancel(state.pending)
             state.pending = None
             source.release_export(state)
+        elif action is Action.CANCEL_TO_ASK and state.pending is not None:
+            state.pending.source.cancel(state.pending)
+            state.pending = state.hit = state.plan = None
         elif action is Action.RELEASE and state.hit is not None:
             state.hit.source.release_hit(state)
         elif action is Action.CANCEL_LOAD:

@@ -55,7 +55,8 @@ MAX_REWINDS = 2
 # Without room, each step checks so many ended requests (and this part of them) with blocks to offer again, and drops
 # those that vLLM has evicted.
 MIN_PRUNED_TABLES, PRUNED_TABLE_SHARE = 8, 64
-MAX_ENDED_TABLES = 1024  # each keeps its whole request
+# The oldest go first. A token takes about 10 bytes, for hashes and block ids; 40 more where KV events are published.
+MAX_ENDED_TABLES, MAX_ENDED_TOKENS = 1024, 1 << 21
 # Steps between counts of the pinned blocks that no request holds, after a count that was too low: a count takes a
 # millisecond with tens of thousands of pins, and vLLM may be short of blocks in every step.
 RECOUNT_AFTER_STEPS = 8
@@ -92,6 +93,7 @@ class Offloader:
         # Of requests that ended well and have blocks to offer again: one for each content, by namespace id and the hash
         # of the last full block; the one checked longest ago first.
         self._ended: dict[tuple[bytes, bytes], Table] = {}
+        self._ended_tokens = 0
         self._step = 0
         self.jobs = StoreJobs(store, groups, engine.counters, engine.reactor, send, on_free)
 
@@ -145,10 +147,14 @@ class Offloader:
                 table.namespace_id = self._store.namespace_id(lora_fingerprint_of(request))
                 if self._store.limit():
                     self._collect(table, table.ended, leaving=True)
-                if request.lora_request is None:
-                    self._keep_ended(table)
-                elif self._left(table):
-                    self._count_skipped(table)
+                if request.lora_request is not None or request.prompt_embeds is not None:
+                    if self._left(table):
+                        self._count_skipped(table)
+                    table.ended = 0  # these blocks are offered once
+            # Copies may be under way, and blocks to offer be left, for long.
+            table.request = vr.ended_copy(request, self.events is not None)
+            if table.ended:
+                self._keep_ended(table)
         if last:
             self._ask(True)
 
@@ -178,7 +184,7 @@ class Offloader:
         for checked in range(len(self._ended)):
             if checked >= most and not self._room(ended=True):
                 return
-            table = self._ended.pop(next(iter(self._ended)))
+            table = self._take_ended(next(iter(self._ended)))
             if self._store.namespace_id(lora_fingerprint_of(table.request)) != table.namespace_id:
                 self._count_skipped(table)  # a new namespace was started
                 continue
@@ -190,16 +196,22 @@ class Offloader:
         if not self._left(table):
             return
         key = table.namespace_id, bytes(table.request.block_hashes[table.ended // self._hash_block_size - 1])
-        same = self._ended.pop(key, None)
-        if same is not None:
+        if key in self._ended:
+            same = self._take_ended(key)
             if same.instance == table.instance:
                 table.offered = [min(pair) for pair in zip(table.offered, same.offered, strict=True)]
             else:
                 table.offered = [0] * len(self._groups)  # they were offered to different stores
             table.rewinds, table.why = max(table.rewinds, same.rewinds), table.why or same.why
         self._ended[key] = table
-        if len(self._ended) > MAX_ENDED_TABLES:
-            self._count_skipped(self._ended.pop(next(iter(self._ended))))
+        self._ended_tokens += table.ended
+        while len(self._ended) > MAX_ENDED_TABLES or self._ended_tokens > MAX_ENDED_TOKENS:
+            self._count_skipped(self._take_ended(next(iter(self._ended))))
+
+    def _take_ended(self, key: tuple[bytes, bytes]) -> Table:
+        table = self._ended.pop(key)
+        self._ended_tokens -= table.ended
+        return table
 
     def _count_skipped(self, table: Table) -> None:
         why = table.why or self._no_room()
@@ -466,7 +478,7 @@ class Offloader:
         self.jobs.wait_quiet(seconds)
         self.drain()
         while self._ended:
-            self._count_skipped(self._ended.popitem()[1])
+            self._count_skipped(self._take_ended(next(iter(self._ended))))
 
 
 def _split(found: list[tuple[int, int]]) -> tuple[Sequence[int], Sequence[int]]:

@@ -196,7 +196,6 @@ class KVSource(ABC):
     can_cancel_load: ClassVar[bool] = False  # the workers can stop a load that no request waits for
     others_may_have_it: ClassVar[bool] = False  # after a failed transfer the request is matched anew
     looks_ahead: ClassVar[bool] = False  # it looks up queued requests
-    has_last_state: ClassVar[bool] = False  # its hits end where the prompt is computed on, with the states there
     loads_in_parts: ClassVar[bool] = False  # a load may have several jobs: see ``grown``
     grown: Collection[str] = ()  # requests whose loads may go on; if not empty, ``more_jobs`` is called in each step
     max_hold_seconds: ClassVar[float] = math.inf  # how long a request that waits for blocks may keep its hit
@@ -229,6 +228,11 @@ class KVSource(ABC):
     def candidates_after_loss(self) -> Iterable[Candidate]:
         """What is asked again for a request that lost its blocks (preempted, or evicted while it waited)."""
         return ()
+
+    def last_state(self, state: RequestState) -> int:
+        """Tokens behind which a hit for this request will have recurrent states, if that is known before it is asked:
+        where the hit ends, mostly where the prompt is computed on. 0: not known, or the source does not apply to it."""
+        return 0
 
     @abstractmethod
     def lookup(self, state: RequestState, candidate: Candidate, need: Need) -> PendingLookup | None:

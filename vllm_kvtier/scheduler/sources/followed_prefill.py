@@ -69,9 +69,11 @@ class _FollowedLookup(PendingLookup):
 
     __slots__ = ("tokens",)
 
-    def __init__(self, source: "FollowedPrefillSource", answer: FollowedLease, start: int, tokens: int):
+    def __init__(
+        self, source: "FollowedPrefillSource", answer: FollowedLease, state: RequestState, start: int, tokens: int
+    ):
         super().__init__(source, answer, start, tokens)
-        self.tokens = tokens
+        self.tokens, self.state = tokens, state
 
     def poll(self) -> LookupHit | LookupMiss | None:
         source: FollowedPrefillSource = self.source  # type: ignore[assignment]
@@ -84,7 +86,6 @@ class FollowedPrefillSource(PrefillHandoffSource):
     """For requests whose params say ``follow``. The export's name is the router's."""
 
     loads_in_parts = True
-    has_last_state = False  # the lookup lasts for a whole prefill, and attention's hit may be gone by then
 
     def __init__(self, context: LoadContext):
         super().__init__(context)
@@ -98,9 +99,12 @@ class FollowedPrefillSource(PrefillHandoffSource):
 
     # -- lookup ------------------------------------------------------------------------------------------------------
 
-    def candidates(self, state: RequestState) -> Iterable[Candidate]:
+    def candidates(self, state: RequestState) -> list[Candidate]:
         handoff = state.hints.handoff
         return [Candidate(self, handoff.address)] if handoff is not None and handoff.follow else []
+
+    def last_state(self, state: RequestState) -> int:
+        return 0  # the lookup lasts for a whole prefill, and attention's hit may be gone by then
 
     def lookup(self, state: RequestState, candidate: Candidate, need: Need) -> PendingLookup | None:
         if self._too_little(state, need):
@@ -109,19 +113,24 @@ class FollowedPrefillSource(PrefillHandoffSource):
         tokens, handoff = self._exported_tokens(state), state.hints.handoff
         hashes = self._block_hashes(state, tokens)
         digest = self._digest(state, hashes, tokens, self._geometry.hash_block_size)
+        # Stretches are pinned at the prefill engine: from token 0 on only if vLLM's prefix cache shrinks.
+        start = 0 if state.asked_again else need.start
         answer = self._lease_client.follow(
             handoff.address, self._config.transfer_timeout,
-            partial(self.grown.append, state.request.request_id), start=need.start, block_hashes=hashes[-1:],
+            partial(self.grown.append, state.request.request_id), start=start, block_hashes=hashes[-1:],
             lora_fingerprint=lora_fingerprint_of(state.request), export=handoff.export,
             digest=digest, stretches=self._stretches, **self._reply_address(),
         )  # fmt: skip
-        return _FollowedLookup(self, answer, need.start, tokens)
+        return _FollowedLookup(self, answer, state, start, tokens)
 
     def may_begin(self, pending: _FollowedLookup) -> bool:
         """Whether its answer is to be read now: of prompts that are promised ahead only so many hold blocks."""
         answer = pending.answer
         if not isinstance(answer.outcome, LeasedBlocks) or answer.complete or answer.ended is not None:
             return True  # no answer yet, a miss, or nothing more to come
+        assert pending.state is not None
+        if answer.grants[-1].tokens <= pending.state.num_computed_tokens:
+            return False  # vLLM has all of it
         pool, config = self._engine.pool, self._config
         needed = self._num_blocks(pending.start, pending.tokens)
         if pool.free_count() < needed + FREE_BLOCK_SHARE * pool.num_blocks:

@@ -1,6 +1,5 @@
 """The prefill of a prefill engine that its router named for the request."""
 
-from collections.abc import Iterable
 from typing import Any
 
 from vllm_kvtier.codecs import Codec
@@ -18,15 +17,20 @@ class PrefillHandoffSource(PeerLeaseSource):
     granted. The lookup stays under way, so that a lease covers the read soon after it began and can be released at its
     end. The checksums decide whether what was read is right.
 
+    The lease is asked from token 0 on, whatever vLLM has: its prefix cache may evict that while the request waits for
+    blocks. Only what is lacking then is read.
+
     The prefill engine keeps the export until it is consumed, released (``release_export``) or its time limit passes.
     """
 
     name = "handoff"
-    has_last_state = True
 
-    def candidates(self, state: RequestState) -> Iterable[Candidate]:
+    def candidates(self, state: RequestState) -> list[Candidate]:
         handoff = state.hints.handoff
         return [Candidate(self, handoff.address)] if handoff is not None and not handoff.follow else []
+
+    def last_state(self, state: RequestState) -> int:
+        return self._exported_tokens(state) if self.candidates(state) else 0
 
     def lookup(self, state: RequestState, candidate: Candidate, need: Need) -> PendingLookup | None:
         if self._too_little(state, need):
@@ -40,7 +44,7 @@ class PrefillHandoffSource(PeerLeaseSource):
             return {"block_hashes": others[-1:], "digest": self._digest(state, others, tokens, hash_block_size)}
 
         return self._ask(
-            state, candidate.address, need.start, hashes[-1:], export=state.hints.handoff.export,
+            state, candidate.address, 0, hashes[-1:], export=state.hints.handoff.export,
             digest=self._digest(state, hashes, tokens, hash_block_size), rehash=rehash, **self._reply_address(),
         )  # fmt: skip
 

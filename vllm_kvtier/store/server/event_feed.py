@@ -3,7 +3,7 @@
 The store knows half of a block's hash; an event needs the whole hash, the parent's hash and the tokens. Engines attach
 these as a *label*, whose content the store does not interpret. A block without a label is not reported. A label lives
 as long as its block is in the store's memory (bit 1 of ``places``) or in a secondary tier (bit ``2 << i`` for the i-th
-tier of Welcome).
+tier of Welcome), and while a tier that had it cannot be used.
 
 A message holds the current locations, not a history of changes. A change marks the block for each follower of its
 namespace; the location is read when the message is made. A slow follower therefore gets fewer, but correct, changes; a
@@ -40,6 +40,7 @@ Key = tuple[int, bytes]  # (group, hash) within a namespace
 class _Label:
     content: bytes
     places: int
+    hidden: int = 0  # bits of tiers that had the block and cannot be used now
 
 
 @dataclass(eq=False)
@@ -157,9 +158,11 @@ class EventFeed:
             return
         entry = self._index.find(namespace_id, group, block_hash)
         places = self._places(namespace_id, key, entry)
+        had = (label.places | label.hidden) & ~(places | 1)
+        label.hidden = had & self._unusable() if had else 0
         if entry is None or entry.state is READY:
             self._awaited.pop((namespace_id, key), None)
-            if not places:
+            if not (places or label.hidden):
                 self._remove(namespace_id, key)
         elif not places:
             self._awaited[namespace_id, key] = None  # it is nowhere now, and its write may be aborted
@@ -173,6 +176,10 @@ class EventFeed:
             if tier.keeps(namespace_id, *key):
                 places |= 2 << i
         return places
+
+    def _unusable(self) -> int:
+        """Bits of the tiers that cannot be used now."""
+        return sum(2 << i for i, tier in enumerate(self._tiers) if not tier.usable)
 
     def _watch(self) -> None:
         self._watching = True

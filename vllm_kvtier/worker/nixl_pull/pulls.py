@@ -19,7 +19,7 @@ import torch
 
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.jobs.results import PullResult, failed_result
-from vllm_kvtier.jobs.transfer_jobs import PullJob
+from vllm_kvtier.jobs.transfer_jobs import PullJob, remember_peer
 from vllm_kvtier.logs import get_logger
 from vllm_kvtier.wire.messages import HeadRange, RankInfo
 from vllm_kvtier.worker.nixl_pull.direct_reads import DirectRead, DirectReads
@@ -114,8 +114,9 @@ class Pulls:
         return sum(max(pull.started, pull.began) >= since for pull in list(self._pulls))
 
     def add_engine(self, instance: str, ranks: list[RankInfo]) -> None:
-        self._sources[instance] = ranks
-        self._direct.remove(instance)
+        for each in (instance, *remember_peer(self._sources, instance, ranks)):
+            self._direct.remove(each)
+            self._logged.discard(each)
         self._engines_met += 1
 
     def connected(self, instance: str) -> bool:

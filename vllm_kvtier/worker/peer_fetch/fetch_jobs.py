@@ -21,7 +21,7 @@ import torch
 
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.jobs.results import FetchResult, failed_result
-from vllm_kvtier.jobs.transfer_jobs import MAX_LOCK_SECONDS, PeerFetchJob, PullJob
+from vllm_kvtier.jobs.transfer_jobs import MAX_LOCK_SECONDS, PeerFetchJob, PullJob, remember_peer
 from vllm_kvtier.logs import get_logger
 from vllm_kvtier.shapes.tp_mapping import check_memory, map_source_ranks
 from vllm_kvtier.wire.messages import HeadRange, RankInfo, Shared
@@ -102,7 +102,8 @@ class PeerFetches:
             return running | {result.request_id for result in self._ended}
 
     def add_engine(self, instance: str, ranks: list[RankInfo]) -> None:
-        self._engines[instance] = ranks
+        for each in remember_peer(self._engines, instance, ranks):
+            self._logged.discard(each)
 
     def ready(self, instance: str) -> bool:
         """Whether this engine's memory is mapped, so that a fetch can begin at once."""
