@@ -32,7 +32,16 @@ from typing import NamedTuple
 
 import host_cache_demo
 import httpx
-from host_cache_demo import BLOCK, CACHE_BLOCKS, SUBJECTS, Failures, read_failures, same, warm_up
+from host_cache_demo import (
+    CACHE_BLOCKS,
+    FUNCTIONS,
+    SUBJECTS,
+    Failures,
+    read_failures,
+    same,
+    small_cache_engine,
+    warm_up,
+)
 from multiturn_demo import (
     SHIPPED_MODEL,
     SYSTEM,
@@ -46,16 +55,13 @@ from multiturn_demo import (
 from rich.table import Table
 
 from vllm_kvtier.devtools.clients import Answer, chat, prompt_tokens
-from vllm_kvtier.devtools.engines import MIB, Engine, kvtier
-from vllm_kvtier.devtools.processes import ServiceFailed, free_port
+from vllm_kvtier.devtools.engines import Engine
+from vllm_kvtier.devtools.processes import ServiceFailed
 from vllm_kvtier.devtools.stores import StoreFailed, counts_when_idle, end_store, open_tier, tier_of
 from vllm_kvtier.store import protocol as m
 from vllm_kvtier.store.launcher import store_path
 from vllm_kvtier.store.memory.memory_limits import format_bytes
 
-MAX_LEN = 2560
-FUNCTIONS = 24  # of a document: about 1,500 tokens
-IDLE_SECONDS = 300  # of the store: longer than an engine's slowest start; then it ends by itself
 RECALLS = 0.8  # of the codes, computed; the shipped model recalls nine of ten, and must answer the same each time
 TINY = 64 << 20  # bytes of a model's weights
 FIRST_ROWS = 8  # of the documents; the others are in the sums
@@ -141,29 +147,13 @@ def arguments() -> argparse.Namespace:
 
 
 def make_engine(args: argparse.Namespace, logs: Path, disk: Path) -> Engine:
-    extra = {
-        "endpoint_port": free_port(),
-        "store_size": args.store_size,
-        "store_idle_seconds": IDLE_SECONDS,
+    options = {
         "store_disk_path": str(disk),
         "store_disk_size": args.disk_size,
         # By default only what is seen twice is written, and the demo would be a pass longer.
         "store_disk_admission": "all",
     }
-    fit = args.fit.engine(args.gpus, CACHE_BLOCKS, MAX_LEN)
-    return Engine(
-        args.model,
-        name="engine",
-        kv=kvtier(extra),
-        gpus=args.gpus,
-        max_model_len=MAX_LEN,
-        block_size=BLOCK,
-        num_blocks=fit["num_blocks"],
-        kv_cache_bytes=2048 * MIB,
-        args=[*fit["args"], *(["--gpu-memory-utilization", "0.4"] if args.gpus else [])],
-        env={"XDG_RUNTIME_DIR": os.environ.get("XDG_RUNTIME_DIR")},
-        log_dir=logs,
-    )
+    return small_cache_engine(args, logs, os.environ.get("XDG_RUNTIME_DIR"), options)
 
 
 def play(engine: Engine, times: float, block: int) -> Played:

@@ -140,29 +140,31 @@ def arguments() -> argparse.Namespace:
     return args
 
 
-def make_engine(args: argparse.Namespace, logs: Path, runtime: Path) -> Engine:
-    extra = {
-        "endpoint_port": free_port(),
-        "store_size": args.store_size,
-        "store_idle_seconds": IDLE_SECONDS,
-        # By default a load must be expected to arrive before the prompt could be computed. So small a model on an
-        # unknown machine may well compute some of them, and this demo is about the others.
-        "load_policy": "always",
-    }
+def small_cache_engine(
+    args: argparse.Namespace, logs: Path, runtime: str | None, options: dict[str, Any]
+) -> Engine:
+    """An engine with a cache for about three documents. ``runtime``: the directory with its store's socket."""
+    extra = {"endpoint_port": free_port(), "store_size": args.store_size, "store_idle_seconds": IDLE_SECONDS}
     fit = args.fit.engine(args.gpus, CACHE_BLOCKS, MAX_LEN)
     return Engine(
         args.model,
         name="engine",
-        kv=kvtier(extra),
+        kv=kvtier(extra | options),
         gpus=args.gpus,
         max_model_len=MAX_LEN,
         block_size=BLOCK,
         num_blocks=fit["num_blocks"],
         kv_cache_bytes=2048 * MIB,
         args=[*fit["args"], *(["--gpu-memory-utilization", "0.4"] if args.gpus else [])],
-        env={"XDG_RUNTIME_DIR": str(runtime)},
+        env={"XDG_RUNTIME_DIR": runtime},
         log_dir=logs,
     )
+
+
+def make_engine(args: argparse.Namespace, logs: Path, runtime: Path) -> Engine:
+    # By default a load must be expected to arrive before the prompt could be computed. So small a model on an unknown
+    # machine may well compute some of them, and this demo is about the others.
+    return small_cache_engine(args, logs, str(runtime), {"load_policy": "always"})
 
 
 def play(engine: Engine) -> tuple[dict[str, list[Asked]], list[Failures], list[Answer]]:
