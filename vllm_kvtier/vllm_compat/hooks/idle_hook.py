@@ -73,9 +73,9 @@ class EngineThread:
         original = getattr(original, _WRAPPED, original)
         me = self
 
-        def notify(engine: Any) -> None:
+        def notify(engine: Any, *args: Any, **kwargs: Any) -> Any:
             me._contain.attempt("idle", me._idle, engine)
-            original(engine)
+            return original(engine, *args, **kwargs)
 
         setattr(notify, _WRAPPED, original)
         EngineCoreProc._notify_idle_state_callbacks = notify

@@ -16,12 +16,13 @@ def limit(manager: Any, longest: Callable[[Any], int]) -> None:
     at all), and else with the hit of all groups."""
     of_attention, of_all = manager.get_computed_blocks_for_connector, manager.get_computed_blocks
 
-    def get_computed_blocks_for_connector(request: Any) -> tuple[Any, int, int, bool]:
+    def get_computed_blocks_for_connector(request: Any, *args: Any, **kwargs: Any) -> tuple[Any, int, int, bool]:
+        # 0.33 has one more argument: how many tokens may be hit at most.
         most = longest(request)
         if most > 0:
-            found = of_attention(request)
+            found = of_attention(request, *args, **kwargs)
             if found[1] <= most:
                 return found
-        return (*of_all(request), False)
+        return (*of_all(request, *args, **kwargs), False)
 
     manager.get_computed_blocks_for_connector = get_computed_blocks_for_connector
