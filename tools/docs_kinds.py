@@ -38,8 +38,9 @@ NOTES = """* *Stores*: host memory, disk, object stores, cluster pools, and othe
   short convolutions. `tests/engines/test_gpu_kinds.py` does it on GPUs. On an H100 with vLLM 0.33.0, chunked local
   attention and Mamba 2 without attention passed (loads, hand-offs, altered blocks). Models with states *and* attention
   ended their engine there with the first request, before a replaced method of vLLM took the argument that 0.33 added;
-  **they have not run on a GPU since**. Windows with sinks (bf16) answered up to 0.47 off in logprobs in one conversation
-  and with another token in one hand-off; whether that is rounding is not known. [Limits](limits.md#models-and-parallelism) has the rest.
+  **they have not run on a GPU since**. Windows with sinks (bf16) answered 0.47 off in logprobs in one conversation and
+  with another token in one hand-off; whether that is rounding is not known.
+  [Limits](limits.md#models-and-parallelism) has the rest.
 """
 
 
