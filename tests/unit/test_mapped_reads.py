@@ -160,7 +160,7 @@ def test_copied_pull_waits_for_a_copier_in_use(side):
 def test_pull_whose_source_ends_before_the_copy_fails(side):
     mapped(side)
     side.pulls.start(PullJob("r", "s/1", [SCATTERED], 5.0))
-    side.fetches.remove("s/1")
+    side.fetches.remove_source("s/1")
     (result,) = side.pulls.poll()
     assert result.failed and result.bad_blocks == {1, 9, 4, 7} and "not mapped" in result.reason
     assert not result.checksum_mismatch and not side.pulls.active
