@@ -17,12 +17,14 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
-from vllm_kvtier.plan.replay import NAMESPACE_ID, NEVER
+from vllm_kvtier.plan.replay import NAMESPACE_ID
 from vllm_kvtier.plan.trace import ideal, read
 from vllm_kvtier.store.eviction import DEFAULT_POLICY, POLICIES
 from vllm_kvtier.store.index.index import HASH_BYTES, Index
 from vllm_kvtier.store.memory.slot_pool import SlotPool
 from vllm_kvtier.store.protocol import GroupShape
+
+NEVER = 1 << 60  # later than any use, and than any lease ends
 
 
 def replay(requests: list[tuple[float, list[int]]], policy: str, blocks: int) -> dict:

@@ -26,7 +26,7 @@ from disk_support import DiskTierProcess, make_pool, name_of  # noqa: E402
 
 from vllm_kvtier.store.index.types import ZERO  # noqa: E402
 from vllm_kvtier.store.protocol import PAGE  # noqa: E402
-from vllm_kvtier.store.tiers.disk.data_file import PIECE_BYTES, WINDOW  # noqa: E402
+from vllm_kvtier.store.tiers.disk.data_file import PIECE_BYTES, WINDOW_PIECES  # noqa: E402
 from vllm_kvtier.store.tiers.process import protocol as m  # noqa: E402
 from vllm_kvtier.wire.stream import write_frame  # noqa: E402
 
@@ -120,7 +120,7 @@ class Ours:
 
 
 def fio(path: Path, op: str, size: int, nbytes: int, amount: int) -> float:
-    depth = min(KERNEL_QUEUE, max(1, WINDOW * PIECE_BYTES // size))
+    depth = min(KERNEL_QUEUE, max(1, WINDOW_PIECES * PIECE_BYTES // size))
     command = [
         *("fio", "--name=x", f"--filename={path}", "--ioengine=libaio", "--direct=1", f"--rw=rand{op}"),
         *(f"--bs={size}", f"--iodepth={depth}", f"--size={nbytes // size * size}", f"--io_size={amount}"),
