@@ -243,7 +243,8 @@ class Driver:
 
 @asynccontextmanager
 async def driving(single: Engine, kind: type[Driver] = Driver) -> AsyncIterator[Driver]:
-    limits = httpx.Limits(max_connections=64)
+    # vLLM's server closes a connection that was idle for 5 seconds; one that is used at that moment breaks.
+    limits = httpx.Limits(max_connections=64, keepalive_expiry=2.0)
     timeout = httpx.Timeout(90.0, connect=5.0)
     async with httpx.AsyncClient(limits=limits, timeout=timeout) as http, AsyncEndpointClient(timeout=5.0) as client:
         yield kind(http, client, single)
