@@ -354,7 +354,7 @@ class Store(RuleBasedStateMachine):
     @rule(client=st.sampled_from([*CLIENTS, TOOL]), pick=st.randoms(use_true_random=False), forever=st.booleans())
     def hold(self, client, pick, forever):
         names = pick.sample(sorted(self.listed), pick.randint(0, min(3, len(self.listed))))
-        names.append((b"A" * HASH_BYTES, pick.randint(0, 2), b"nobody's".ljust(HASH_BYTES)))
+        names.append((b"A" * HASH_BYTES, pick.randint(0, 2), b"another's".ljust(HASH_BYTES)))
         blocks = [self.listed.get(name) for name in names]
         lease, slots = self.index.lease_blocks(client, names, forever)
         assert slots == [block.slot if block and block.ready else 0 for block in blocks]
@@ -403,7 +403,7 @@ class Store(RuleBasedStateMachine):
             block = pick.choice(list(self.listed.values()))
             assert self.index.remove(*block.key)
             self.forget(block)
-        assert not self.index.remove(b"A" * HASH_BYTES, 0, b"nobody's".ljust(HASH_BYTES))
+        assert not self.index.remove(b"A" * HASH_BYTES, 0, b"another's".ljust(HASH_BYTES))
 
     @rule(client=st.sampled_from(CLIENTS), pick=st.randoms(use_true_random=False))
     def release(self, client, pick):

@@ -23,6 +23,8 @@ MANY_READS = 300
 
 
 class MappedReads:
+    """Decides for each pull. On the threads of pulls; ``call_soon`` runs a function on the reactor's."""
+
     def __init__(self, fetches: PeerFetches, call_soon: Callable[[Callable[[], None]], None]):
         self._fetches, self._call_soon = fetches, call_soon
 
