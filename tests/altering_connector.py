@@ -12,6 +12,8 @@ loaded, the file NAME.groups says how many groups there are. The engine needs th
 
 import os
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -107,6 +109,16 @@ def _alter(view, group, blocks):
     _before[group] = loaded
     if view.device.type == "cuda":
         torch.cuda.synchronize(view.device)  # the engine's stream does not wait for this thread's
+
+
+@contextmanager
+def altered(file: Path, plan: str) -> Iterator[None]:
+    """The engine that ``file`` is for alters what it loads, as ``plan`` says."""
+    file.write_text(plan)
+    try:
+        yield
+    finally:
+        file.write_text("")
 
 
 class AlteringConnector(KVTierConnector):

@@ -7,14 +7,13 @@ preemptions and clients that leave do not.
 """
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import tiny_models
-from altering_connector import VARIABLE
+from altering_connector import VARIABLE, altered
 from engine_client import Reply, driving, random_tokens, with_sources
 from engine_fixtures import TESTS_ON_PATH, start_missing
 from node_fixtures import ASKED, OPTIONS, Node, NodeDriver, NodeStore, runtime_dir, seeded, store_env, store_in
@@ -78,13 +77,8 @@ class Pair(NamedTuple):
     def engines(self) -> list[Engine]:
         return [self.engine, self.plain] + [self.decode] * self.kind.pulls
 
-    @contextmanager
-    def altered(self, plan: str) -> Iterator[None]:
-        self.plan.write_text(plan)
-        try:
-            yield
-        finally:
-            self.plan.write_text("")
+    def altered(self, plan: str) -> AbstractContextManager[None]:
+        return altered(self.plan, plan)
 
 
 @pytest.fixture(scope="module", params=KINDS)

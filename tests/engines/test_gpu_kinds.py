@@ -13,13 +13,13 @@ import asyncio
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import tiny_models
-from altering_connector import VARIABLE
+from altering_connector import VARIABLE, altered
 from engine_client import Reply, driving, random_tokens
 from engine_fixtures import TESTS_ON_PATH
 from model_shapes import GPU_FLAGS, GPUS
@@ -83,13 +83,8 @@ class Trio(NamedTuple):
         yield from (f"{how} {group}" for how in hows for group in range(groups))
         yield "again"
 
-    @contextmanager
-    def altered(self, plan: str) -> Iterator[None]:
-        self.plan.write_text(plan)
-        try:
-            yield
-        finally:
-            self.plan.write_text("")
+    def altered(self, plan: str) -> AbstractContextManager[None]:
+        return altered(self.plan, plan)
 
 
 class Trios(NamedTuple):
