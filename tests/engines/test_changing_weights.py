@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from engine_client import assert_same, driving, random_tokens
+from engine_client import Reply, assert_same, driving, random_tokens
 from engine_fixtures import ENGINE_FLAGS
 from node_fixtures import ASKED, OPTIONS, NodeDriver, runtime_dir, seeded, store_env, store_in
 
@@ -83,15 +83,21 @@ async def ask(drive, engine, prompt, model="model"):
 async def asked_and_stored(drive, pair, engine, prompt, model="model"):
     """An answer whose whole blocks are in the store afterwards; the engine's prefix cache is empty again."""
     before = await entries(pair)
-    reply = await ask(drive, engine, prompt, model)
-    assert reply.pulled == 0, "this test's prompts are its own"
 
     async def stored() -> bool:
         return await entries(pair) >= before + WHOLE // BLOCK
 
-    await drive.until(stored, 10, "the prompt's blocks are stored")
-    await drive.reset(engine)
-    return reply
+    async def answered_and_stored() -> Reply | None:
+        reply = await ask(drive, engine, prompt, model)
+        assert reply.pulled == 0, "this test's prompts are its own"
+        try:
+            await drive.until(stored, 5, "the prompt's blocks are stored")
+        except AssertionError:  # an adapter's KV is not, if a busy machine took too long to look at the adapter's files
+            reply = None
+        await drive.reset(engine)
+        return reply
+
+    return await drive.until(answered_and_stored, 40, "the prompt's blocks are stored")
 
 
 async def load(drive, engine, folder: Path, name: str, inplace: bool = False) -> None:

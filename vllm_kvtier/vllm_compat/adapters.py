@@ -45,9 +45,11 @@ logger = get_logger(__name__)
 READ_SECONDS = 1.0  # a request waits this long for its adapter's files to be read; then it is computed
 LOOK_SECONDS = 0.1  # the scheduler waits this long for a look, which takes less than 1 ms; then nothing is known
 # A path whose look took longer than SLOW_SECONDS is not looked at for PAUSE_FACTOR times as long, nor is any other such
-# path: the scheduler spends a hundredth of its time at most on them together.
+# path: the scheduler spends a hundredth of its time at most on them together. The first FREE_SECONDS of slow looks do
+# not count, and are given back at that rate: one look on a busy machine says nothing of its file system.
 SLOW_SECONDS = 0.02
 PAUSE_FACTOR = 100
+FREE_SECONDS = 0.1
 LOAD_SECONDS = 1.0  # the same as LOOK_SECONDS when an adapter is loaded, which takes longer itself
 MAX_ADAPTERS = 10_000  # further adapters are not shared
 # Fields of vLLM's LoRARequest that do not change the weights; every other field of a release counts.
@@ -111,13 +113,13 @@ class Looks:
 
     def __init__(self) -> None:
         self._slow: dict[str, threading.Thread] = {}  # the last look at each path whose last look was slow
-        self._paused_until = 0.0  # no second look at those before
+        self._paid_until = 0.0  # PAUSE_FACTOR times what slow looks took ends then
 
     def look(self, path: str, seconds: float | None = None, pauses: bool = True) -> Found | None:
         """What a look that begins now finds; None if it took longer than ``seconds`` (default: ``LOOK_SECONDS``) or was
         not made. ``pauses`` False: look even after a slow look, because a later one will not tell the same."""
         began, last = time.monotonic(), self._slow.get(path)
-        if last is not None and (last.is_alive() or (pauses and began < self._paused_until)):
+        if last is not None and (last.is_alive() or (pauses and began < self._paid_until - PAUSE_FACTOR * FREE_SECONDS)):
             return None
         self._slow.pop(path, None)
         if len(self._slow) >= MAX_ADAPTERS:
@@ -132,7 +134,7 @@ class Looks:
         if not ended or took > SLOW_SECONDS:
             self._slow[path] = thread
             if pauses:
-                self._paused_until = max(self._paused_until, began + PAUSE_FACTOR * took)
+                self._paid_until = max(self._paid_until, began) + PAUSE_FACTOR * took
         return seen[0] if ended and seen else None
 
 
