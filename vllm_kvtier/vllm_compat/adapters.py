@@ -113,13 +113,13 @@ class Looks:
 
     def __init__(self) -> None:
         self._slow: dict[str, threading.Thread] = {}  # the last look at each path whose last look was slow
-        self._paid_until = 0.0  # PAUSE_FACTOR times what slow looks took ends then
+        self._paused_until = float("-inf")  # no second look at those before
 
     def look(self, path: str, seconds: float | None = None, pauses: bool = True) -> Found | None:
         """What a look that begins now finds; None if it took longer than ``seconds`` (default: ``LOOK_SECONDS``) or was
         not made. ``pauses`` False: look even after a slow look, because a later one will not tell the same."""
         began, last = time.monotonic(), self._slow.get(path)
-        if last is not None and (last.is_alive() or (pauses and began < self._paid_until - PAUSE_FACTOR * FREE_SECONDS)):
+        if last is not None and (last.is_alive() or (pauses and began < self._paused_until)):
             return None
         self._slow.pop(path, None)
         if len(self._slow) >= MAX_ADAPTERS:
@@ -134,7 +134,8 @@ class Looks:
         if not ended or took > SLOW_SECONDS:
             self._slow[path] = thread
             if pauses:
-                self._paid_until = max(self._paid_until, began) + PAUSE_FACTOR * took
+                earliest = began - PAUSE_FACTOR * FREE_SECONDS
+                self._paused_until = max(self._paused_until, earliest) + PAUSE_FACTOR * took
         return seen[0] if ended and seen else None
 
 
