@@ -65,8 +65,8 @@ lint: $(SETUP)
 # with engines are in files called test_engines_*. The others do not run beside the levels that compute, because some
 # of them measure delays.
 # Files are handed out in order: those that take longest first, or one of them would run alone at the end.
-LONGEST := $(patsubst %,tests/engines/test_%.py,docs configurations internal_errors conversations cache_kinds \
-	node_store node_store_models codecs sleep sync_loads models peer_fetch tiers) \
+LONGEST := $(patsubst %,tests/engines/test_%.py,docs_engines configurations internal_errors conversations cache_kinds_engines \
+	node_store node_store_models codecs sleep_engines sync_loads models peer_fetch tiers) \
 	tests/chaos/test_engines_deaths.py tests/chaos/test_engines_store.py
 COMPUTES := $(patsubst %,tests/%,$(filter unit property kernels,$(LEVELS)))
 ENGINES := $(foreach level,$(filter-out unit property kernels chaos,$(LEVELS)),$(wildcard tests/$(level)/test_*.py))

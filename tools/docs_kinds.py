@@ -33,13 +33,13 @@ NOTES = """* *Stores*: host memory, disk, object stores, cluster pools, and othe
 * A group whose specification (`KVCacheSpec`) is not in this table switches the connector off for that engine, with a
   line in the log that names it. Groups that vLLM keeps no prefixes of (`CircularBufferSpec`, windows with
   `bounded_replay`, copies that vLLM rebuilds itself) are left out.
-* `tests/engines/test_cache_kinds.py` and `tests/engines/test_node_store_models.py` compare tiny models with engines
-  without the connector on CPUs: full attention, sliding windows, chunked local attention, gated delta net, Mamba 2 and
-  short convolutions. `tests/engines/test_gpu_kinds.py` does it on GPUs. On an H100 with vLLM 0.33.0, chunked local
-  attention and Mamba 2 without attention passed (loads, hand-offs, altered blocks). Models with states *and* attention
-  ended their engine there with the first request, before a replaced method of vLLM took the argument that 0.33 added;
-  **they have not run on a GPU since**. Windows with sinks (bf16) answered 0.47 off in logprobs in one conversation and
-  with another token in one hand-off; whether that is rounding is not known.
+* `tests/engines/test_cache_kinds_engines.py` and `tests/engines/test_node_store_models.py` compare tiny models with
+  engines without the connector on CPUs: full attention, sliding windows, chunked local attention, gated delta net,
+  Mamba 2 and short convolutions. `tests/engines/test_gpu_kinds.py` does it on GPUs. On an H100 with vLLM 0.33.0,
+  chunked local attention and Mamba 2 without attention passed (loads, hand-offs, altered blocks). Models with states
+  *and* attention ended their engine there with the first request, before a replaced method of vLLM took the argument
+  that 0.33 added; **they have not run on a GPU since**. Windows with sinks (bf16) answered 0.47 off in logprobs in one
+  conversation and with another token in one hand-off; whether that is rounding is not known.
   [Limits](limits.md#models-and-parallelism) has the rest.
 """
 

@@ -1,8 +1,8 @@
 """Every snippet of the documentation is one: nothing that a reader could copy is left unchecked.
 
 Fences say what they hold. Blocks without a word behind the fence, and indented ones, are looked at paragraph by
-paragraph: shell, a part of an engine's options, or one of the samples that are listed here. tests/engines/test_docs.py
-runs the guides' commands.
+paragraph: shell, a part of an engine's options, or one of the samples that are listed here. The guides' commands are
+run by tests/engines/test_docs_engines.py.
 """
 
 import ast

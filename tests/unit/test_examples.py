@@ -1,5 +1,5 @@
 """What the examples judge: they must pass what is right, and say what is not. Played with real engines in
-``tests/engines/test_examples.py``."""
+``tests/engines/test_examples_engines.py``."""
 
 import importlib.util
 import subprocess

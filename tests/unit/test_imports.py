@@ -1,7 +1,8 @@
-"""What benchmarks, examples and tools import of the package is there: nothing else runs most of them."""
+"""Imports that nothing else tries: of benchmarks, examples and tools, and of test files by their names."""
 
 import ast
 import importlib
+from collections import Counter
 
 FOLDERS = ("benchmarks", "examples", "tools")
 
@@ -21,3 +22,9 @@ def test_benchmarks_examples_and_tools_import_names_that_exist(root):
                     except ModuleNotFoundError:
                         missing.append(f"{path.relative_to(root)}: {node.module}.{name}")
     assert known > 100 and missing == []
+
+
+def test_no_two_test_files_have_one_name(root):
+    """Plain ``pytest`` collects all levels at once, and imports a test file by its name alone."""
+    names = Counter(path.name for path in (root / "tests").glob("*/test_*.py"))
+    assert [name for name, files in names.items() if files > 1] == []

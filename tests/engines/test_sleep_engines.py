@@ -4,7 +4,7 @@ all goes on.
 On a GPU (vLLM 0.33 tells its connector; before, its workers' methods are followed), all three engines on one device,
 about a minute:
 
-    KVTIER_TEST_GPUS=0 python -m pytest tests/engines/test_sleep.py
+    KVTIER_TEST_GPUS=0 python -m pytest tests/engines/test_sleep_engines.py
 
 On a CPU a worker of the tests' own stands for vLLM's. The prefill engine is ``kv_producer`` and the decode engine
 ``kv_consumer``, each on a node of its own: what one has of the other comes through NIXL.
