@@ -231,6 +231,7 @@ def test_admit_on_slow_file_system_stats_rarely(tmp_path, monkeypatch):
     adapters, requests = Adapters(), [lora(files(tmp_path / name), name, i) for i, name in enumerate("ab", 1)]
     adapter = admitted(adapters, requests[0])
     monkeypatch.setattr(adapters_module, "SLOW_SECONDS", 0.01)
+    monkeypatch.setattr(adapters_module, "FREE_SECONDS", 0.1)
     monkeypatch.setattr(adapters_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(adapters_module, "_find", slow)
     assert adapters.admit(requests[0]) is adapter and len(looks) == 1

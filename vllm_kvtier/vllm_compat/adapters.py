@@ -43,13 +43,13 @@ from vllm_kvtier.vllm_compat.probe.row import Feature
 logger = get_logger(__name__)
 
 READ_SECONDS = 1.0  # a request waits this long for its adapter's files to be read; then it is computed
-LOOK_SECONDS = 0.1  # the scheduler waits this long for a look, which takes less than 1 ms; then nothing is known
+LOOK_SECONDS = 0.25  # the scheduler waits this long for a look, which takes less than 1 ms; then nothing is known
 # A path whose look took longer than SLOW_SECONDS is not looked at for PAUSE_FACTOR times as long, nor is any other such
 # path: the scheduler spends a hundredth of its time at most on them together. The first FREE_SECONDS of slow looks do
 # not count, and are given back at that rate: one look on a busy machine says nothing of its file system.
 SLOW_SECONDS = 0.02
 PAUSE_FACTOR = 100
-FREE_SECONDS = 0.1
+FREE_SECONDS = 0.5
 LOAD_SECONDS = 1.0  # the same as LOOK_SECONDS when an adapter is loaded, which takes longer itself
 MAX_ADAPTERS = 10_000  # further adapters are not shared
 # Fields of vLLM's LoRARequest that do not change the weights; every other field of a release counts.
