@@ -410,9 +410,12 @@ def taken_by_vllm(row: Row, asked: list[Request]) -> list[Request]:
 
 
 async def hits_are_found(running: Running, asked: list[Request]) -> None:
-    """Asked until all of them find what is due: copies take their time, and are given up by a reset."""
-    deadline = time.monotonic() + SETTLE_SECONDS
+    """Asked until all of them find what is due: copies take their time, and are given up by a reset. Those of an
+    adapter's KV begin when the request has ended."""
+    deadline, pause = time.monotonic() + SETTLE_SECONDS, 0.05
     while True:
+        await asyncio.sleep(pause)
+        pause *= 1.5
         await running.settled()
         answers = await running.right(asked, "asked again")
         found = {r.name: (a.found, running.due(r)) for r, a in zip(asked, answers, strict=True)}
