@@ -54,7 +54,7 @@ else:
         "ranks": Kind("recall", 128, ranks=2),
         "hybrid": Kind("hybrid", 64),
         "chunked": Kind("chunked", 64),
-        "mixed": Kind("hybrid", 64, BF16, tolerance=0.2, codec=MIXED),
+        "mixed": Kind("hybrid", 64, BF16, tolerance=0.3, codec=MIXED),
         "fp8": Kind("dense", 32, (*FLOAT32, "--kv-cache-dtype", "fp8"), tolerance=2e-2),
     }
 SLOW = ("fp8", "mixed", "mla")
@@ -183,7 +183,7 @@ async def kept(kinds: NodeDriver, pair: Pair, prompt: list[int], tokens: int | N
     tokens = len(prompt) // pair.kind.block * pair.kind.block if tokens is None else tokens
     for last in (False, False, False, True):
         try:
-            return await kinds.stored(pair.engine, prompt, tokens, seconds=2.0)
+            return await kinds.stored(pair.engine, prompt, tokens, seconds=6.0)
         except AssertionError:
             if last or not await lost(kinds, pair):
                 raise
@@ -241,7 +241,7 @@ async def test_different_kv_changes_the_answer(kinds, pair: Pair):
     tail = random_tokens(rng, 12)
     differ = []
     # In bfloat16 much passes for rounding; some other KV must not.
-    while max(differ, default=0) <= 3 * pair.kind.tolerance and len(differ) < (24 if GPUS else 1):
+    while max(differ, default=0) <= 3 * pair.kind.tolerance and len(differ) < 24:
         one, other = [await answers(kinds, pair, random_tokens(rng, 148) + tail) for _ in range(2)]
         differ.append(off(one, other, pair.kind.tolerance))
     print(f"{pair.engine.name}: other KV moves logprobs by {differ}")

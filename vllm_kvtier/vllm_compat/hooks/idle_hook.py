@@ -68,7 +68,7 @@ class EngineThread:
 
         self._wakeup = (EngineCoreRequestType.WAKEUP, None)
         original = EngineCoreProc._notify_idle_state_callbacks
-        EngineThread._all.add(self)
+        EngineThread._all = weakref.WeakSet([*EngineThread._all, self])  # one that others iterate over stays as it is
         EngineCore.add_request = _looking(EngineCore.add_request)
         original = getattr(original, _WRAPPED, original)
         me = self
@@ -116,12 +116,13 @@ def _looking(add_request: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def looking(engine: Any, *args: Any, **kwargs: Any) -> Any:
         for thread in tuple(EngineThread._all):
-            try:
-                thread.look_at(engine)
-            except Exception:
-                EngineThread._all.discard(thread)
-                logger.exception("kvtier: idle hook: vLLM's scheduler was not found; features that need it are off")
+            thread._contain.attempt("add request", thread.look_at, engine, repair=functools.partial(_discard, thread))
         return original(engine, *args, **kwargs)
 
     setattr(looking, _ADDING, original)
     return looking
+
+
+def _discard(thread: EngineThread) -> None:
+    EngineThread._all = weakref.WeakSet(each for each in EngineThread._all if each is not thread)
+    logger.warning("kvtier: idle hook: vLLM's scheduler was not found; features that need it are off")
