@@ -3,7 +3,7 @@
     python benchmarks/documents.py --model benchmarks/models/qwen3-8b-shapes --dummy --gpu 0 --dir /data/bench \\
         --connectors none kvtier kvtier:always offloading lmcache lmcache:direct --out documents.json
     python benchmarks/documents.py --model models/recall-6m --host-gib 0.06 --tokens 2048 --documents 12 \\
-        --connectors none kvtier                                                              # without GPU
+        --connectors none kvtier kvtier:directory kvtier:bucket offloading offloading:obj lmcache:server  # without GPU
 
 The engines of all connectors (see tiers.py) run at once and alternate document by document. Each document is sent three
 times, in different orders; the GPU's prefix cache is reset before each. The documents need several times the host
@@ -14,10 +14,16 @@ nothing for a while), which favours slow writers. Connectors:
   kvtier           this project's; its store has a disk, admission "all" and a write queue as large as its memory; it
                    loads if that is expected to be faster
   kvtier:always    the same, and it loads all hits; kvtier:WORD: options of WORD in --variants
-  offloading       OffloadingConnector with TieringOffloadingSpec and its "fs" tier; a file for each GPU block
+  kvtier:directory the same with a shared directory (file://) instead of the disk
+  kvtier:bucket    the same with a bucket; its server is moto, on this machine
+  offloading       OffloadingConnector with TieringOffloadingSpec and its "fs" tier; a file for each GPU block.
+                   Without a GPU vLLM refuses it: with plain copies (connectors/cpu_offloading.py)
   offloading256    the same, its chunks 256 tokens long
+  offloading:obj   the same with the "obj" tier. NIXL 1.5's plugin for it needs a library of CUDA, that of NIXL 1.0
+                   does not: --environments '{"obj": {"PYTHONPATH": FOLDER, "NIXL_TELEMETRY_ENABLE": "1"}}'
   lmcache          LMCacheConnectorV1 with local_disk, as it comes: through the page cache
   lmcache:direct   the same with its use_odirect
+  lmcache:server   LMCacheMPConnector with a server of its own and its "fs" adapter; of these the only one without a GPU
 
 All directories are under --dir, on one file system. kvtier and the fs tier use O_DIRECT if the file system supports it;
 LMCache does not by default. Written files are synced and dropped from the page cache before each pass (posix_fadvise),
@@ -27,7 +33,7 @@ threads, 4 MiB at a time.
 Columns: ttft in ms, median, best and worst over the documents; share of prompt tokens by source: computed, gpu (prefix
 cache), memory, disk. The connector counts bytes from disk; for LMCache the kernel's count of its process is used. same:
 share of answers that begin as the document's first answer (from the GPU's cache); a connector that answers before its
-KV has arrived differs. None: the answers cannot tell.
+KV has arrived differs. None: the answers cannot tell. kept: bytes that lie on disk or in the bucket at the end.
 """
 
 import argparse
@@ -37,13 +43,19 @@ import math
 import os
 import random
 import shutil
+import socket
+import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
 from disk_files import allocated, device_reads, disk_rate, drop_cached
+from s3_server import REGION, S3Server
+from support import eventually
 from tiers import (
     GIB,
     Peer,
@@ -62,13 +74,15 @@ from tiers import (
 
 from vllm_kvtier.devtools.clients import PromptTokens, prompt_tokens
 from vllm_kvtier.devtools.engines import kvtier
-from vllm_kvtier.devtools.processes import group_members
+from vllm_kvtier.devtools.processes import free_port, group_members
 from vllm_kvtier.devtools.stores import counts_when_idle, end_store, store_counts, tier_of
 from vllm_kvtier.store.launcher import start_store, store_path
 from vllm_kvtier.store.options import StoreOptions
 
 PASSES = "computed", "again", "once more"
-ALWAYS = {"load_policy": "always"}
+WORDS = {"always": {"load_policy": "always"}, "directory": {}, "bucket": {}}
+BUCKETS = ("kvtier:bucket", "offloading:obj")
+CREDENTIALS = {"AWS_ACCESS_KEY_ID": "root", "AWS_SECRET_ACCESS_KEY": "root", "AWS_EC2_METADATA_DISABLED": "true"}
 STILL_SECONDS = 1.5  # without a byte more on disk: nothing more comes
 WRITE_SECONDS = 25.0  # that a connector may take to write a document
 FS_READ = r"vllm:kv_offload_tiering_read_bytes_total"
@@ -79,11 +93,17 @@ class DiskPeer(Peer):
 
     def __init__(self, connector: str, args: argparse.Namespace, model: Path, gpu_tokens: int, host_tokens: int):
         self.folder, self._store = folder_of(connector, args), ""
-        if connector.startswith("kvtier"):
+        self._server: subprocess.Popen | None = None
+        self._bucket = args.bucket_server if connector in BUCKETS else None
+        self.kind, _, word = connector.partition(":")
+        self._tier = "object" if word in ("directory", "bucket") else "disk"
+        if self.kind == "kvtier":
             self._store = socket_in(run_of(connector, args))
-            start_store(self._store, store_options(self.folder, args))
+            self.folder.mkdir(parents=True, exist_ok=True)
+            start_store(self._store, store_options(self.folder, word, args))
+        if connector == "lmcache:server":
+            self._server = lmcache_server(self.folder, args)
         super().__init__(connector, args, model, gpu_tokens, host_tokens)
-        self.kind = connector.partition(":")[0]
         self.host_bytes = host_of(args)
         self.sees = True  # whether its answers tell other KV
 
@@ -96,18 +116,25 @@ class DiskPeer(Peer):
             return None, {}
         if kind == "kvtier":
             run = run_of(connector, args)
-            options = {"always": ALWAYS, **args.variants}[word] if word else {}
+            options = {**WORDS, **args.variants}[word] if word else {}
             return kvtier({**args.kvtier_options, **options}), {"XDG_RUNTIME_DIR": str(run)}
-        if connector in ("offloading", "offloading256"):
+        if connector in ("offloading", "offloading256", "offloading:obj"):
+            plain = {"spec_name": "PlainTieringSpec", "spec_module_path": "cpu_offloading"}
+            tier = obj_tier(args) if word == "obj" else {"type": "fs", "root_dir": str(folder)}
             extra = {
-                "spec_name": "TieringOffloadingSpec",
+                **({"spec_name": "TieringOffloadingSpec"} if args.gpu is not None else plain),
                 "cpu_bytes_to_use": host,
-                "secondary_tiers": [{"type": "fs", "root_dir": str(folder)}],
+                "secondary_tiers": [tier],
                 **({"block_size": 256} if connector == "offloading256" else {}),
             }
             return {
                 "kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra
-            }, {}  # fmt: skip
+            }, args.environments.get(word, {})  # fmt: skip
+        if connector == "lmcache:server":
+            extra = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": args.lmcache_port}
+            return {
+                "kv_connector": "LMCacheMPConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra
+            }, {"LMCACHE_TRACK_USAGE": "false"}  # fmt: skip
         if connector in ("lmcache", "lmcache:direct"):
             return {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}, {
                 "LMCACHE_LOCAL_CPU": "True",
@@ -126,17 +153,22 @@ class DiskPeer(Peer):
     def read_bytes(self) -> float:
         """From disk, since the start."""
         if self.kind == "kvtier":
-            return tier_of(store_counts(self._store)).read_bytes
+            return tier_of(store_counts(self._store), self._tier).read_bytes
         if self.kind.startswith("offloading"):
             return self.total(FS_READ)
-        return sum(map(device_reads, group_members(self.engine.pid))) if self.writes else 0.0
+        pid = self._server.pid if self._server else self.engine.pid
+        return sum(map(device_reads, group_members(pid))) if self.writes else 0.0
+
+    def kept(self) -> int:
+        """Bytes on the disk or in the bucket."""
+        return bucket_bytes(self._bucket, self.kind) if self._bucket else allocated(self.folder)
 
     def written(self, wanted: float) -> None:
         """Until so many bytes lie in its directory, or nothing more comes."""
         deadline = time.monotonic() + WRITE_SECONDS
         last, since = -1, 0.0
         while self.writes and (now := time.monotonic()) < deadline:
-            there = allocated(self.folder)
+            there = self.kept()
             if there != last:
                 last, since = there, now
             if there >= wanted or now - since > STILL_SECONDS:
@@ -150,6 +182,11 @@ class DiskPeer(Peer):
         """What a store of ours counts of its disk."""
         return [vars(tier) for tier in store_counts(self._store).tiers] if self.kind == "kvtier" else []
 
+    def end_server(self) -> None:
+        if self._server is not None:
+            self._server.terminate()
+            self._server.wait()
+
 
 class Asked(NamedTuple):
     """Of one document, in one pass."""
@@ -160,16 +197,53 @@ class Asked(NamedTuple):
     opening: list[int] | None  # the answer's first tokens
 
 
-def store_options(folder: Path, args: argparse.Namespace) -> StoreOptions:
+def store_options(folder: Path, word: str, args: argparse.Namespace) -> StoreOptions:
     """Of the store that an engine of ours finds: as its own would be, but that nothing is too much to be written."""
+    tiers = {
+        "directory": {"object_url": f"file://{folder}", "object_size": str(disk_of(args))},
+        "bucket": {"object_url": "s3://kvtier", "object_region": REGION},
+    }
+    if word == "bucket":
+        tiers[word]["object_endpoint"] = args.bucket_server.endpoint
     return StoreOptions(
         size=str(host_of(args)),
         idle_seconds=600,
-        disk_path=str(folder),
-        disk_size=str(disk_of(args)),
         disk_admission="all",
+        object_admission="all",
         disk_queue_mib=max(1, host_of(args) >> 20),
+        **tiers.get(word, {"disk_path": str(folder), "disk_size": str(disk_of(args))}),
     )
+
+
+def obj_tier(args: argparse.Namespace) -> dict:
+    server = {"bucket": "offloading", "endpoint_override": args.bucket_server.endpoint, "region": REGION}
+    key = {"access_key": CREDENTIALS["AWS_ACCESS_KEY_ID"], "secret_key": CREDENTIALS["AWS_SECRET_ACCESS_KEY"]}
+    return {"type": "obj", "store_config": server | key}
+
+
+def lmcache_server(folder: Path, args: argparse.Namespace) -> subprocess.Popen:
+    folder.mkdir(parents=True, exist_ok=True)
+    args.lmcache_port = free_port()
+    command = [str(Path(args.python).parent / "lmcache"), "server", "--host", "127.0.0.1"]
+    command += ["--port", str(args.lmcache_port), "--http-port", str(free_port()), "--disable-observability"]
+    command += ["--l1-size-gb", str(host_of(args) / GIB), "--eviction-policy", "LRU"]
+    command += ["--l2-adapter", json.dumps({"type": "fs", "base_path": str(folder)})]
+    command += ["--supported-transfer-mode", "auto"]  # the default is for GPUs only
+    with Path(args.logs, "lmcache-server.log").open("wb") as log:
+        env = {**os.environ, "LMCACHE_TRACK_USAGE": "false"}
+        server = subprocess.Popen(command, stdout=log, stderr=log, env=env, start_new_session=True)
+
+    def listens() -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", args.lmcache_port)) == 0
+
+    eventually(listens, 60, "LMCache's server")
+    return server
+
+
+def bucket_bytes(server: S3Server, bucket: str) -> int:
+    pages = server.client().get_paginator("list_objects_v2").paginate(Bucket=bucket)
+    return sum(each["Size"] for page in pages for each in page.get("Contents", ()))
 
 
 def host_of(args: argparse.Namespace) -> int:
@@ -290,7 +364,13 @@ def run(args: argparse.Namespace) -> None:
     begin = time.monotonic()
     args.dir = Path(tempfile.mkdtemp(prefix="documents-", dir=args.dir))
     peers: list[DiskPeer] = []
+    args.bucket_server = S3Server() if set(BUCKETS) & set(args.connectors) else None
     try:
+        if args.bucket_server is not None:
+            os.environ.update(CREDENTIALS)  # of our stores' processes
+            args.bucket_server.start()
+            for connector in set(BUCKETS) & set(args.connectors):
+                args.bucket_server.create(connector.partition(":")[0])
         args.documents = fitting(args)
         rate = disk_rate(args.dir, args.rate_mib << 20)
         print(f"disk: {rate}", flush=True)
@@ -304,10 +384,15 @@ def run(args: argparse.Namespace) -> None:
         print(json.dumps(meta), flush=True)
         measure(args, peers, results, begin + args.seconds)
         results.data["counters"] = {peer.connector: peer.counters() for peer in peers}
+        results.data["kept"] = {peer.connector: peer.kept() for peer in peers}
         results.data["tiers"] = {peer.connector: peer.tiers() for peer in peers if peer.tiers()}
         results.write()
     finally:
         stop(peers)
+        for peer in peers:
+            peer.end_server()
+        if args.bucket_server is not None:
+            args.bucket_server.kill()
         for connector in args.connectors:  # also of those that were left out
             if connector.startswith("kvtier"):
                 end_store(socket_in(run_of(connector, args)))
