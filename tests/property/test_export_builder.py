@@ -620,7 +620,7 @@ def test_export_builder_pending_checksum_is_dropped_with_its_block():
 def test_prefill_that_is_dropped_while_it_waits_is_not_exported(name, exported):
     """Its decode engine's client left before the first step."""
     alone = Alone([1] * HASH_BLOCK_SIZE)
-    lock = SimpleNamespace(known=True, run_when_free=lambda job: job())
+    lock = SimpleNamespace(known=True, run_when_free=lambda job, refuse=None: job())
     PrefillStretches(alone.engine, lock, alone.exporter, alone.table).release_export(name)
     own = {"kvtier": {"export_as": "x"}} if name else {}
     alone.add("q", [2] * HASH_BLOCK_SIZE, {**PREFILL, **own})

@@ -12,7 +12,7 @@ from support import FakePool, Uncontained, make_request
 from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.scheduler.connector_scheduler import KVTierConnectorScheduler
 from vllm_kvtier.scheduler.integrity.checksum_index import ChecksumEntry, ChecksumIndex, ContentKeys
-from vllm_kvtier.scheduler.leases.exports import Export, ExportTable, GroupBlocks, Lease, LeaseKind
+from vllm_kvtier.scheduler.leases.exports import Export, ExportTable, GroupBlocks, Lease, LeaseKind, Refusal
 from vllm_kvtier.scheduler.leases.lease_client import LeasedBlocks, PendingLease
 from vllm_kvtier.scheduler.leases.prefix_cache_leases import PrefixCacheLeases
 from vllm_kvtier.scheduler.matching.request_lifecycle import RequestLifecycle, State
@@ -107,7 +107,7 @@ def make_lender(groups, blocks=64, budget=0.5):
     checksum_index.publish(0)
     table = ExportTable(HASH_BLOCK_SIZE, {kind: int(blocks * budget) for kind in LeaseKind})
     table.mark_checksums_ready(10)
-    lock = SimpleNamespace(known=True, run_when_free=lambda job: job())
+    lock = SimpleNamespace(known=True, run_when_free=lambda job, refuse=None: job())
     engine = load_context(groups, HASH_BLOCK_SIZE, keys=KEYS, pool=BlockPool(pool)).engine
     lender = PrefixCacheLeases(engine, lock, checksum_index, table)
     return SimpleNamespace(lender=lender, pool=pool, checksum_index=checksum_index, table=table)
@@ -124,6 +124,12 @@ def ask(world, block_hashes, start=0):
         m.LeaseRequest(1, "", start, block_hashes, from_prefix_cache=True, mapped=True), "reader", 5.0, answers.append
     )
     return answers[0]
+
+
+def test_prefix_cache_lease_is_refused_if_too_many_ask():
+    world = make_lender([(HASH_BLOCK_SIZE, None)])
+    world.lender._scheduler_lock = SimpleNamespace(known=True, run_when_free=lambda job, refuse: refuse())
+    assert ask(world, [bytes(32)]) is Refusal.BUSY and not world.table.counts()["leases"]
 
 
 def test_prefix_cache_reset_succeeds_with_leased_blocks():

@@ -5,11 +5,11 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from support import Uncontained
+from support import Clock, Uncontained
 
 from vllm_kvtier.containment import Containment
 from vllm_kvtier.telemetry.stats import Counters
-from vllm_kvtier.vllm_compat.hooks.scheduler_lock import SchedulerLock
+from vllm_kvtier.vllm_compat.hooks.scheduler_lock import JOBS_SECONDS, SchedulerLock
 
 
 class Scheduler:
@@ -127,6 +127,63 @@ def test_scheduler_lock_threads_never_overlap_and_lose_no_job(lock):
         thread.join()
     lock.held(lambda: None)()
     assert not failures and pool.done == 4000
+
+
+def test_scheduler_lock_release_refuses_jobs_beyond_its_time():
+    """A peer that asks faster than its jobs run would keep vLLM's thread from the next step for as long as it asks."""
+    clock, done, refused, kept = Clock(), [], [], []
+    lock = SchedulerLock(Uncontained(), clock)
+
+    def job():
+        clock.now += JOBS_SECONDS / 8
+        done.append(1)
+
+    def step():
+        for _ in range(1000):
+            lock.run_when_free(job, lambda: refused.append(1))
+        lock.run_when_free(lambda: kept.append(1))
+
+    lock.held(step)()
+    assert (len(done), len(refused), len(kept)) == (8, 992, 1)
+    lock.held(step)()
+    assert (len(done), len(refused), len(kept)) == (16, 1984, 2)
+
+
+class SignallingLock:
+    """Says when a thread is about to wait for it."""
+
+    def __init__(self, lock):
+        self._lock, self.waits = lock, threading.Event()
+        self.acquire, self.release = lock.acquire, lock.release
+
+    def __enter__(self):
+        self.waits.set()
+        return self._lock.__enter__()
+
+    def __exit__(self, *error):
+        return self._lock.__exit__(*error)
+
+
+def test_scheduler_lock_begins_no_job_while_scheduler_waits(lock):
+    signal = lock._lock = SignallingLock(lock._lock)
+    begun, order = threading.Event(), []
+
+    def first():
+        begun.set()
+        assert signal.waits.wait(10)
+        lock.run_when_free(lambda: order.append("second"))
+
+    def asks():
+        lock.run_when_free(first)
+        lock.run_when_free(lambda: order.append("third"))
+
+    thread = threading.Thread(target=asks)
+    thread.start()
+    assert begun.wait(10)
+    lock.scheduler.during = lambda: order.append("step")
+    lock.scheduler.schedule()
+    thread.join(10)
+    assert order[0] == "step" and sorted(order) == ["second", "step", "third"]
 
 
 def test_scheduler_lock_install_on_incomplete_scheduler_wraps_nothing():

@@ -21,6 +21,7 @@ logger = get_logger(__name__)
 class BlockLeases(ABC):
     kind: ClassVar[LeaseKind]
     unavailable: ClassVar[Refusal]  # while the lock is not known, and after an error
+    busy: ClassVar[Refusal]  # with too many requests at once
 
     def __init__(self, engine: EngineContext, scheduler_lock: SchedulerLock, exports: ExportTable):
         self._engine, self._scheduler_lock, self._exports = engine, scheduler_lock, exports
@@ -44,7 +45,7 @@ class BlockLeases(ABC):
                 found = self.unavailable
             answer(found)
 
-        self._scheduler_lock.run_when_free(lease)
+        self._scheduler_lock.run_when_free(lease, lambda: answer(self.busy))
 
     # -- under the lock ---------------------------------------------------------------------------------------------
 

@@ -32,7 +32,7 @@ class PrefillStretches(BlockLeases):
     """Refusals: NOT_READY: nothing now, perhaps later; UNKNOWN: the prefill has ended."""
 
     kind = LeaseKind.STRETCH
-    unavailable = Refusal.NOT_READY
+    unavailable = busy = Refusal.NOT_READY
 
     def __init__(
         self, engine: EngineContext, scheduler_lock: SchedulerLock, exporter: ExportBuilder, exports: ExportTable

@@ -20,7 +20,7 @@ FREE_BLOCK_SHARE = 0.02  # of all blocks: they stay free for our own requests
 
 class PrefixCacheLeases(BlockLeases):
     kind = LeaseKind.PEER_FETCH
-    unavailable = Refusal.NOTHING
+    unavailable, busy = Refusal.NOTHING, Refusal.BUSY
 
     def __init__(
         self, engine: EngineContext, scheduler_lock: SchedulerLock, checksum_index: ChecksumIndex, exports: ExportTable

@@ -2,12 +2,14 @@
 
 Another engine of the node wants blocks of this engine's prefix cache pinned at once: a step of the model can take
 longer than recomputing them. So the scheduler's methods that use the pool hold this lock, and other threads run *jobs*
-between them, while the device computes or the engine sleeps. No thread waits for the lock: the scheduler thread runs
-the jobs that came meanwhile when it releases the lock.
+between them, while the device computes or the engine sleeps. No other thread waits for the lock: the scheduler thread
+runs the jobs that came meanwhile when it releases the lock. Peers decide how many come. So no other thread begins one
+while the scheduler thread waits, and that spends ``JOBS_SECONDS`` on them; those left are refused.
 """
 
 import functools
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -16,14 +18,18 @@ from vllm_kvtier.containment import Containment
 
 # All methods of the scheduler that allocate, free or evict blocks (0.25.1 to 0.33).
 METHODS = ("schedule", "update_from_output", "finish_requests", "reset_prefix_cache", "reset_connector_cache")
+JOBS_SECONDS = 10e-3  # after which a release of the lock begins no further job that can be refused
+
+Job = Callable[[], object]
 
 
 class SchedulerLock:
-    def __init__(self, containment: Containment) -> None:
-        self._contain = containment
+    def __init__(self, containment: Containment, clock: Callable[[], float] = time.monotonic) -> None:
+        self._contain, self._clock = containment, clock
         self._lock = threading.RLock()
         self._depth = 0  # of nested calls on the scheduler thread; under the lock
-        self._jobs: deque[Callable[[], None]] = deque()
+        self._wanted = False  # the scheduler thread waits for the lock
+        self._jobs: deque[tuple[Job, Job | None]] = deque()  # and what refuses each
         self._scheduler: Any = None
 
     @property
@@ -48,7 +54,9 @@ class SchedulerLock:
         @functools.wraps(method)
         def holding(*args: Any, **kwargs: Any) -> Any:
             try:
+                self._wanted = True
                 with self._lock:
+                    self._wanted = False
                     self._depth += 1
                     try:
                         return method(*args, **kwargs)
@@ -60,22 +68,23 @@ class SchedulerLock:
 
         return holding
 
-    def run_when_free(self, job: Callable[[], None]) -> None:
+    def run_when_free(self, job: Job, refuse: Job | None = None) -> None:
         """Run ``job`` under the lock: now on this thread if it is free, else on the scheduler thread when that releases
-        it. Any thread. A job must not wait."""
-        self._jobs.append(job)
+        it. Any thread. A job must not wait. ``refuse`` is run in its place if there are too many; None: never."""
+        self._jobs.append((job, refuse))
         self._run()
 
     def _run(self) -> None:
         # The holder of the lock checks again after releasing it, so that no job is left.
-        while self._jobs and self._lock.acquire(blocking=False):
+        until = self._clock() + JOBS_SECONDS
+        while self._jobs and not self._wanted and self._lock.acquire(blocking=False):
             try:
                 if self._depth:
                     return  # the scheduler thread, in a nested call
-                while self._jobs:
-                    job = self._jobs.popleft()
+                while self._jobs and not self._wanted:
+                    job, refuse = self._jobs.popleft()
                     try:
-                        job()
+                        (refuse if refuse is not None and self._clock() >= until else job)()
                     except Exception:  # an error of a peer's job must not reach this engine
                         self._contain.failed("a job under the scheduler's lock")
             finally:
