@@ -1,5 +1,6 @@
 """The export table against a plain model: what is pinned, what is leased, what is found, what is freed, and when."""
 
+import math
 import random
 import threading
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 from support import WITHOUT_SHRINKING, Clock
 
 from vllm_kvtier.cache_kinds.sliding_window import SlidingWindow
+from vllm_kvtier.scheduler.leases import exports
 from vllm_kvtier.scheduler.leases.exports import (
     PEER_FETCH_SECONDS,
     Export,
@@ -340,8 +342,7 @@ class Exports(RuleBasedStateMachine):
             "peer_fetch_blocks": self.leased_blocks(LeaseKind.PEER_FETCH),
             "stretch_blocks": self.leased_blocks(LeaseKind.STRETCH),
             "served": sum(
-                e.export.kind not in LEASED_ONCE or n in self.served
-                for n, (e, *_) in self.model_leases.items()
+                e.export.kind not in LEASED_ONCE or n in self.served for n, (e, *_) in self.model_leases.items()
             ),
         }
         assert all(pinned[kind] <= self.budget[kind] for kind in LeaseKind)
@@ -380,6 +381,28 @@ def test_block_hashes_at_wrong_positions_get_only_named_blocks(places):
     got = table.lease_by_hashes(lying, b"", 0, "x", 5.0)
     honest = [i for i, h in enumerate(lying) if real[i : i + 1] == [h]]
     assert (got.tokens if isinstance(got, Lease) else 0) == (max(honest) + 1 if honest else 0) * HASH_BLOCK_SIZE
+
+
+def test_exports_lease_only_so_many_to_a_connection(monkeypatch):
+    """A peer that never releases: its leases end with it, and not before, while its heartbeats come."""
+    monkeypatch.setattr(exports, "MAX_LEASES", 3)
+    table, tokens = ExportTable(HASH_BLOCK_SIZE, dict.fromkeys(LeaseKind, 8)), list(range(4))
+    hashes = block_hashes_of(tokens)
+    groups = [GroupBlocks(HASH_BLOCK_SIZE, [1])]
+    table.add(Export("a", LeaseKind.RETAINED, 4, hashes, b"d", b"", groups, [1], -1, deadline=math.inf))
+
+    def ask(connection):
+        return [
+            table.lease_export("a", b"d", b"", 0, connection, 9.0),
+            table.lease_by_hashes(hashes, b"", 0, connection, 9.0),
+        ]
+
+    first = [*ask("one"), *ask("one")]
+    assert [isinstance(each, Lease) for each in first] == [True, True, True, False] and first[3] is Refusal.BUSY
+    assert ask("one") == [Refusal.BUSY] * 2 and table.counts()["leases"] == 3
+    assert all(isinstance(each, Lease) for each in ask("another"))
+    assert table.release(first[0].id, "one", False)
+    assert isinstance(ask("one")[0], Lease)
 
 
 def test_exports_longest_prefix_equals_leasable_tokens():
@@ -477,8 +500,12 @@ def test_exports_random_operations_keep_invariants(seed):
             tail = [rng.randint(0, 1) for _ in range(rng.randint(0, 2 * HASH_BLOCK_SIZE))]
             leases.append(
                 m.lease_by_hashes(
-                    name=rng.choice(list(m.exports)), cut=rng.randint(1, 9), tail=tail,
-                    start=rng.choice([0, 0, 0, 1, 2]), who=rng.choice(who), lora_fingerprint=rng.choice(variants),
+                    name=rng.choice(list(m.exports)),
+                    cut=rng.randint(1, 9),
+                    tail=tail,
+                    start=rng.choice([0, 0, 0, 1, 2]),
+                    who=rng.choice(who),
+                    lora_fingerprint=rng.choice(variants),
                 )  # fmt: skip
             )
 

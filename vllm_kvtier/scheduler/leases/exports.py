@@ -21,6 +21,7 @@ from vllm_kvtier.cache_kinds.full_attention import FullAttention
 
 # Seconds that a reader may keep blocks of the prefix cache that our own requests need.
 PEER_FETCH_SECONDS = 2.0
+MAX_LEASES = 4096  # of a connection: more than a peer has requests. Each message looks at all leases
 
 
 class LeaseKind(enum.Enum):
@@ -234,6 +235,8 @@ class ExportTable:
             export = self._exports.get(export_id)
             if export is None:
                 return Refusal.UNKNOWN
+            if self._has_most(connection):
+                return Refusal.BUSY
             if export.digest != digest or export.lora_fingerprint != lora_fingerprint:
                 return Refusal.DIGEST
             return self._grant(export, start, export.tokens, connection, seconds, served)
@@ -254,6 +257,8 @@ class ExportTable:
         compares its ``tail``.
         """
         with self._lock:
+            if self._has_most(connection):
+                return Refusal.BUSY
             refusal = Refusal.NOTHING
             for i in range(len(block_hashes) - 1, max(-1, start // self._hash_block_size - 2), -1):
                 for export in self._holders(block_hashes, i, lora_fingerprint):
@@ -350,6 +355,9 @@ class ExportTable:
             }
 
     # -- under the lock ----------------------------------------------------------------------------------------
+
+    def _has_most(self, connection: Hashable) -> bool:
+        return len(self._by_connection.get(connection, ())) >= MAX_LEASES
 
     def _holders(self, block_hashes: Sequence[bytes], i: int, lora_fingerprint: bytes) -> list[Export]:
         """Exports whose block ``i`` is ``block_hashes[i]``, newest first."""
