@@ -205,6 +205,17 @@ def test_object_jobs_error_ends_job_after_running_requests():
     assert bench.over[1:] == [("b", [None])]
 
 
+def test_object_job_without_blocks_added_by_ending_job_ends():
+    lane, over = Lane(1), []
+
+    def first_over(troubles):
+        over.append("first")
+        lane.add(Job(0, lambda i, done: None, lambda troubles: over.append("empty")))
+
+    lane.add(Job(1, lambda i, done: done(None), first_over))
+    assert over == ["first", "empty"]
+
+
 def test_object_presence_cache_expires():
     now = [0.0]
     seen = Presence(2, 100.0, 1.0, lambda: now[0])

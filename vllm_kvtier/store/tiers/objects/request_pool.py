@@ -87,8 +87,10 @@ class Lane:
         self._starting = False
 
     def add(self, job: Job) -> None:
-        self._jobs.append(job)
-        self._start_more()
+        """A job without blocks is over at once, also if another job's ``over`` adds it."""
+        if not job.end_if_done():
+            self._jobs.append(job)
+            self._start_more()
 
     def _start_more(self) -> None:
         if self._starting:  # a block ended at once; a call for each of a long job would exceed the recursion limit
