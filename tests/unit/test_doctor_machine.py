@@ -19,9 +19,11 @@ from typer.testing import CliRunner, Result
 
 from vllm_kvtier.cli.__main__ import app
 from vllm_kvtier.doctor import store
-from vllm_kvtier.doctor.machine import disk, gpus, limits, packages, ports
+from vllm_kvtier.doctor.examine import Options, examine
+from vllm_kvtier.doctor.machine import disk, gpus, limits, mooncake, packages, ports
 from vllm_kvtier.doctor.report import Check, exit_code
 from vllm_kvtier.store import protocol as m
+from vllm_kvtier.store.memory.memory_limits import MemoryLimits
 from vllm_kvtier.store.tiers.disk.file_ops import Files
 from vllm_kvtier.vllm_compat import version
 from vllm_kvtier.vllm_compat.probe import features
@@ -146,6 +148,27 @@ def test_doctor_store_larger_than_container_memory_fails(tmp_path):
     assert limits.memory("2GiB", root).state == "ok"
     assert limits.memory("2.9GiB", root).state == "warn"
     assert limits.memory("off", root).state == "ok"
+    tiers = {"mooncake_segment": 2 * GIB}
+    check = limits.memory("2GiB", root, tiers)
+    assert check.state == "fail" and "mooncake_segment" in check.message and "store_mooncake_segment" in check.fix
+    assert limits.memory("0.8GiB", root, tiers).state == "warn"
+    check = limits.memory("0.5GiB", root, tiers)
+    assert check.state == "ok" and "2 GiB of mooncake_segment" in check.message
+
+
+def test_doctor_counts_memory_of_a_mooncake_segment(monkeypatch):
+    monkeypatch.setattr(limits, "memory_limits", lambda root: MemoryLimits(4 * GIB, 3 * GIB, "this test's memory"))
+    for module, check in ((packages, "probe"), (gpus, "gpus"), (mooncake, "mooncake")):
+        monkeypatch.setattr(module, check, lambda *given: [])
+    monkeypatch.setattr(packages, "nixl", lambda backends: Check("NIXL", "ok", ""))
+
+    def memory(**options):
+        return next(c for c in examine(Options(store_size="1GiB", **options)) if c.name == "memory")
+
+    assert memory().state == "ok"
+    assert memory(mooncake_master="h:1").state == "fail"
+    assert memory(mooncake_master="h:1", mooncake_segment="0").state == "ok"
+    assert "give bytes" in memory(mooncake_master="h:1", mooncake_segment="much").message
 
 
 def test_doctor_small_memlock_with_rdma_fails(tmp_path):
@@ -156,6 +179,7 @@ def test_doctor_small_memlock_with_rdma_fails(tmp_path):
     assert "memlock=-1" in check.fix
     assert limits.memlock("8GiB", root, 16 * GIB).state == "ok"
     assert limits.memlock("8GiB", root, -1).state == "ok"
+    assert limits.memlock("8GiB", root, 16 * GIB, segment=12 * GIB).state == "fail"
     (tmp_path / "proc/self/status").write_text("CapEff:\t0000000000004000\n")
     assert limits.memlock("8GiB", root, 8 << 20).state == "ok", "CAP_IPC_LOCK lifts the limit"
 

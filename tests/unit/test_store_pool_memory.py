@@ -76,18 +76,19 @@ def test_pool_size_leaves_the_memory_of_tiers():
     """Mooncake's segment is taken only as blocks come: without a check the kernel would end the store then."""
     limits = MemoryLimits(16 * GIB, 12 * GIB, "this container's memory.max")
     plain = StoreOptions(object_url="file:///tmp/objects", mooncake_master="h:1", mooncake_trusted_network=True)
-    assert bytes_beside_pool(StoreOptions()) == 0
-    beside = bytes_beside_pool(plain)
+    assert bytes_beside_pool(StoreOptions()) == {}
+    tiers = bytes_beside_pool(plain)
+    beside = sum(tiers.values())
     assert 4 * GIB + 200 * MIB < beside < 5 * GIB, "the segment, and the tables of two tiers"
-    assert bytes_beside_pool(replace(plain, mooncake_segment="0")) == beside - 4 * GIB
+    assert sum(bytes_beside_pool(replace(plain, mooncake_segment="0")).values()) == beside - 4 * GIB
     assert pool_bytes("10G", limits) == 10 * GIB
-    with pytest.raises(ConfigError, match=r"10 GiB, with 4.25 GiB of its tiers beside it\) does not fit") as e:
-        pool_bytes("10G", limits, beside)
+    with pytest.raises(ConfigError, match=r"10 GiB, beside it 4 GiB of mooncake_segment, .*\) does not fit") as e:
+        pool_bytes("10G", limits, tiers)
     fits = int(str(e.value).partition("at most")[2].rpartition(" bytes)")[0].rpartition("(")[2])
-    assert pool_bytes(str(fits), limits, beside) == fits and fits + beside <= limits.fits
-    assert pool_bytes("auto", MemoryLimits(16 * GIB, 6 * GIB, ""), beside) + beside < 6 * GIB
+    assert pool_bytes(str(fits), limits, tiers) == fits and fits + beside <= limits.fits
+    assert pool_bytes("auto", MemoryLimits(16 * GIB, 6 * GIB, ""), tiers) + beside < 6 * GIB
     with pytest.raises(ConfigError, match="too small"):
-        pool_bytes("auto", MemoryLimits(16 * GIB, 4 * GIB, ""), beside)
+        pool_bytes("auto", MemoryLimits(16 * GIB, 4 * GIB, ""), tiers)
 
 
 def test_store_does_not_start_where_a_segment_does_not_fit(tmp_path, monkeypatch):

@@ -42,6 +42,8 @@ MooncakeMaster = Annotated[
 MooncakeMetrics = Annotated[
     int, typer.Option("--mooncake-metrics-port", help="The master's --metrics_port, which lists its nodes.")
 ]
+MooncakeSegment = Annotated[str, typer.Option("--mooncake-segment", help="As store_mooncake_segment.")]
+MooncakeProtocol = Annotated[str, typer.Option("--mooncake-protocol", help="As store_mooncake_protocol.")]
 ObjectEndpoint = Annotated[str, typer.Option("--object-endpoint", help="As store_object_endpoint.")]
 ObjectRegion = Annotated[str, typer.Option("--object-region", help="As store_object_region.")]
 ObjectSize = Annotated[str, typer.Option("--object-size", help="As store_object_size.")]
@@ -77,6 +79,8 @@ def doctor(
     object_size: ObjectSize = "64GiB",
     mooncake_master: MooncakeMaster = "",
     mooncake_metrics_port: MooncakeMetrics = 9003,
+    mooncake_segment: MooncakeSegment = "4GiB",
+    mooncake_protocol: MooncakeProtocol = "tcp",
     store_size: StoreSize = "10%",
     listen: Listen = None,
     cluster_key: inputs.Key = None,
@@ -122,6 +126,8 @@ def doctor(
             object_size=object_size,
             mooncake_master=mooncake_master,
             mooncake_metrics_port=mooncake_metrics_port,
+            mooncake_segment=mooncake_segment,
+            mooncake_protocol=mooncake_protocol,
             store_size=store_size,
             listen=tuple(listen or ()),
             cluster_key=cluster_key,

@@ -13,6 +13,8 @@ from vllm_kvtier.doctor.machine import disk, gpus, limits, mooncake, objects, pa
 from vllm_kvtier.doctor.report import Check, fail, ok, unknown, warn
 from vllm_kvtier.errors import ConfigError, KVTierError
 from vllm_kvtier.store.memory.memory_limits import parse_bytes
+from vllm_kvtier.store.options import StoreOptions
+from vllm_kvtier.store.tiers.tier_stack import bytes_beside_pool
 from vllm_kvtier.wire.auth import ClusterKey
 
 
@@ -33,6 +35,8 @@ class Options:
     object_size: str = "64GiB"
     mooncake_master: str = ""
     mooncake_metrics_port: int = mooncake.METRICS_PORT
+    mooncake_segment: str = "4GiB"
+    mooncake_protocol: str = "tcp"
     store_size: str = "10%"
     listen: tuple[str, ...] = ()
     cluster_key: Path | None = None
@@ -60,14 +64,14 @@ def examine(options: Options, progress: Callable[[Check], None] = lambda check: 
         if done[-1].state == "ok":
             add(*packages.probe())
         add(*gpus.gpus(gpus.load_driver()))
-        add(limits.memory(options.store_size), limits.shared_memory(), limits.memlock(options.store_size))
+        add(*_memory(options), limits.shared_memory())
         add(limits.open_files(), packages.nixl(options.backends))
     if options.disk is not None:
         add(limits.asynchronous_io(), *_disk(options))
     if options.object_url:
         add(*_objects(options))
     if options.mooncake_master:
-        add(*mooncake.mooncake(options.mooncake_master, metrics_port=options.mooncake_metrics_port))
+        add(*mooncake.mooncake(options.mooncake_master, options.mooncake_protocol, options.mooncake_metrics_port))
     key = None
     if options.cluster_key is not None:
         check, key = _cluster_key(options.cluster_key)
@@ -98,6 +102,24 @@ def _cluster_key(file: Path) -> tuple[Check, ClusterKey | None]:
         message, _, fix = str(error).partition("; ")
         return fail("cluster key", message, fix or "let its owner alone read it"), None
     return ok("cluster key", f"{file} holds a key that only its owner reads"), key
+
+
+def _memory(options: Options) -> list[Check]:
+    """Of the store and its tiers."""
+    try:
+        tiers = bytes_beside_pool(
+            StoreOptions(
+                object_url=options.object_url,
+                mooncake_master=options.mooncake_master,
+                mooncake_trusted_network=True,
+                mooncake_segment=options.mooncake_segment,
+                mooncake_protocol=options.mooncake_protocol,
+            )
+        )
+    except ConfigError as error:
+        return [fail("memory", str(error), "give --mooncake-... as the options store_mooncake_...")]
+    segment = tiers.get("mooncake_segment", 0) if options.mooncake_protocol == "rdma" else 0
+    return [limits.memory(options.store_size, tiers=tiers), limits.memlock(options.store_size, segment=segment)]
 
 
 def _disk(options: Options) -> list[Check]:

@@ -2,7 +2,9 @@
 
 import os
 import resource
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from vllm_kvtier.doctor.report import Check, fail, ok, unknown, warn
 from vllm_kvtier.errors import ConfigError
@@ -14,28 +16,34 @@ _AIO_REQUESTS = 1024  # requests that the disk tier's process reserves in the ke
 _MIN_OPEN_FILES = 4096
 
 
-def memory(size: str, root: str = "/") -> Check:
-    """Whether a store of ``size`` (as the option store_size) fits."""
+def memory(size: str, root: str = "/", tiers: Mapping[str, int] = MappingProxyType({})) -> Check:
+    """Whether a store of ``size`` (as the option store_size) fits. ``tiers``: as of ``pool_bytes``."""
+    smaller = "a smaller store_size" + " or store_mooncake_segment" * ("mooncake_segment" in tiers)
     limits = memory_limits(root)
     if size.strip().lower() == "off":
         return ok("memory", _free(limits))
     try:
-        wanted = pool_bytes(size, limits)
+        wanted = pool_bytes(size, limits, tiers)
     except ConfigError as error:
-        fix = "a smaller store_size, or more memory for the container (docker run --memory, the pod's limits)"
+        fix = f"{smaller}, or more memory for the container (docker run --memory, the pod's limits)"
         return fail("memory", f"the node store does not fit: {error}", fix)
-    if wanted > limits.fits * 0.9:
-        message = f"a store of {format_bytes(wanted)} takes nearly all free memory: {_free(limits)}"
-        return warn("memory", message, "a smaller store_size: engines need host memory too")
-    return ok("memory", f"a store of {format_bytes(wanted)} fits: {_free(limits)}")
+    store = f"a store of {format_bytes(wanted)}"
+    store += "".join(f", beside it {format_bytes(n)} of {what}," for what, n in tiers.items())
+    if wanted + sum(tiers.values()) > limits.fits * 0.9:
+        message = f"{store} takes nearly all free memory: {_free(limits)}"
+        return warn("memory", message, f"{smaller}: engines need host memory too")
+    return ok("memory", f"{store} fits: {_free(limits)}")
 
 
 def _free(limits: MemoryLimits) -> str:
     return f"{format_bytes(limits.free)} free of {format_bytes(limits.limit)} ({limits.source})"
 
 
-def memlock(size: str, root: str = "/", limit: int | None = None) -> Check:
-    """Locked memory: memory registered with RDMA devices counts, memory pinned by CUDA does not."""
+def memlock(size: str, root: str = "/", limit: int | None = None, segment: int = 0) -> Check:
+    """Locked memory: memory registered with RDMA devices counts, memory pinned by CUDA does not.
+
+    ``segment``: bytes that one process registers beside the store's (Mooncake over RDMA).
+    """
     devices = sorted(device.name for device in Path(root).glob("sys/class/infiniband/*"))
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] if limit is None else limit
     shown = "unlimited" if limit == resource.RLIM_INFINITY else format_bytes(limit)
@@ -44,13 +52,14 @@ def memlock(size: str, root: str = "/", limit: int | None = None) -> Check:
     if limit == resource.RLIM_INFINITY or _may_lock(Path(root)):
         return ok("locked memory", f"limit {shown}, which does not apply to this user")
     try:
-        needed = pool_bytes(size, memory_limits(root))
+        needed = pool_bytes(size, memory_limits(root)) + segment
     except ConfigError:
-        needed = 1 << 30
+        needed = (1 << 30) + segment
     if limit >= needed:
         return ok("locked memory", f"limit {shown}, enough for the store's memory")
     message = f"the limit on locked memory (memlock) is {shown}: {', '.join(devices)} cannot register the "
-    message += f"{format_bytes(needed)} of the node store, and transfers between nodes fail"
+    message += f"{format_bytes(needed)} of the node store{' and mooncake_segment' * (segment > 0)}, and transfers "
+    message += "between nodes fail"
     fix = "ulimit -l unlimited; in containers docker run --ulimit memlock=-1; in systemd units LimitMEMLOCK=infinity"
     return fail("locked memory", message, fix)
 

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from vllm_kvtier.errors import ConfigError
 from vllm_kvtier.wire.slots import PAGE
@@ -52,16 +53,18 @@ def memory_limits(root: str = "/") -> MemoryLimits:
     return MemoryLimits(limit, min(free for _, free, _ in limits), source)
 
 
-def pool_bytes(size: str, limits: MemoryLimits, beside: int = 0) -> int:
-    """Bytes of the pool, a multiple of PAGE. ``beside``: bytes that the store's tiers take beside it, perhaps later.
-    Raises ConfigError if ``size`` is invalid, or both do not fit."""
+def pool_bytes(size: str, limits: MemoryLimits, tiers: Mapping[str, int] = MappingProxyType({})) -> int:
+    """Bytes of the pool, a multiple of PAGE. ``tiers``: bytes that the store's tiers take beside it, perhaps later, by
+    what they are. Raises ConfigError if ``size`` is invalid, or all of it does not fit."""
+    beside = sum(tiers.values())
     if size.strip().lower() == "auto":
         parsed: int | None = min(limits.limit // AUTO_OF_LIMIT, int((limits.fits - beside) * AUTO_OF_FREE))
     else:
         parsed = _bytes(size, {**_FACTORS, "%": limits.limit / 100})
     if parsed is None or (parsed > limits.limit and "%" in size):
         raise ConfigError(f"pool size {size!r}: give bytes, 64GiB, 64G, 64GB, 10% (at most 100%) or auto")
-    wanted, more = max(0, parsed) // PAGE * PAGE, f", with {format_bytes(beside)} of its tiers beside it" * (beside > 0)
+    wanted = max(0, parsed) // PAGE * PAGE
+    more = "".join(f", beside it {format_bytes(n)} of {what}" for what, n in tiers.items())
     if wanted < MIN_POOL:
         raise ConfigError(
             f"a pool of {size} ({wanted} bytes{more}) is too small for the node store: at least {MIN_POOL} bytes are "

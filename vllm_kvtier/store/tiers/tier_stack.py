@@ -146,12 +146,13 @@ class TierStack:
         return counts
 
 
-def bytes_beside_pool(options: StoreOptions) -> int:
-    """Memory that the tiers of these options take beside the pool once they are full: Mooncake's segment, and what
-    tiers of blocks named by content remember. Raises ConfigError for invalid options."""
+def bytes_beside_pool(options: StoreOptions) -> dict[str, int]:
+    """Memory that the tiers of these options take beside the pool once they are full, by what it is: Mooncake's
+    segment, and what tiers of blocks named by content remember. Raises ConfigError for invalid options."""
     tables = bool(options.mooncake_master) + bool(options.object_url)
     segment = MooncakeOptions.parse(options.named("mooncake_")).segment_bytes if options.mooncake_master else 0
-    return tables * REMEMBERED_BYTES + segment
+    beside = {"mooncake_segment": segment, "tables of its tiers": tables * REMEMBERED_BYTES}
+    return {what: nbytes for what, nbytes in beside.items() if nbytes}
 
 
 def open_tiers(
