@@ -36,6 +36,7 @@ def load_context(
     reactor=None,
     identity=(),
     info=(),
+    retained_blocks=lambda: 0,
 ):
     """``identity``, ``info``: what differs from an engine of one rank at ("me", 9)."""
     groups, keys = cache_groups(groups), keys or ContentKeys(3)
@@ -62,6 +63,7 @@ def load_context(
         peers,
         sync_load or SyncLoad(0.0, 60.0, None, lambda: None, None, planner),
         NamespaceIds(),
+        retained_blocks,
     )
 
 

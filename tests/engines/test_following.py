@@ -70,6 +70,20 @@ async def test_most_of_prompt_is_read_before_its_prefill_ends(pair, driver):
     await driver.assert_right(reply, prompt)
 
 
+async def test_retained_conversations_give_way_to_a_followed_prefill(pair, driver):
+    p, d = pair
+    rng = random.Random("retained")
+    for _ in range(3):  # nearly half of the cache
+        prompt = random_tokens(rng, 700)
+        await driver.ask(d, prompt, 2, (await driver.prefill(p, prompt)).params)
+    state, prompt = await driver.inspect(d), random_tokens(rng, 3000)
+    assert state.exports == 3 and state.free_blocks < len(prompt) / BLOCK
+    early = await read_early(driver, d)
+    _, reply = await both(driver, p, d, prompt)
+    await driver.assert_right(reply, prompt)
+    assert await read_early(driver, d) - early > len(prompt) / 2
+
+
 @pytest.mark.parametrize("first", ["prefill", "decode"])
 async def test_order_of_arrival_does_not_matter(pair, driver, first):
     p, d = pair

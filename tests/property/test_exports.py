@@ -287,6 +287,8 @@ class Exports(RuleBasedStateMachine):
 
     @rule(blocks=st.integers(1, 12))
     def relieve(self, blocks):
+        kept = [e for e in self.exports.values() if e.export.kind is LeaseKind.RETAINED and not e.leases]
+        assert self.table.retained_blocks() == len({i for e in kept for i in e.pinned})
         got = self.table.release_for_requests(blocks)
         expected = 0
         for e in [e for e in self.exports.values() if e.export.kind is LeaseKind.RETAINED and not e.leases]:

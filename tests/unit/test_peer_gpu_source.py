@@ -31,11 +31,11 @@ class Planner:
         return (end - start) * 1e-3 if self.known else None
 
 
-def make(planner=None, free=1 << 20, groups=((16, None),), **options):
+def make(planner=None, free=1 << 20, retained=0, groups=((16, None),), **options):
     counters = Counters()
     load = load_context(
         groups, 16, config=KVTierConfig(**{"pull_threshold": 32, **options}), counters=counters,
-        planner=planner or Planner(), pool=SimpleNamespace(free_count=lambda: free),
+        planner=planner or Planner(), pool=SimpleNamespace(free_count=lambda: free), retained_blocks=lambda: retained,
         identity={"instance": "me/1", "bytes_for": lambda tokens: tokens * BYTES},
     )  # fmt: skip
     made = PeerGpuSource(load)
@@ -64,6 +64,7 @@ def lent(tokens):
         (dict(tokens=640), True, None),
         (dict(tokens=640, computed=624), False, "below_threshold"),
         (dict(tokens=640, free=39), False, "no_free_blocks"),
+        (dict(tokens=640, free=30, retained=10), True, None),
         (dict(tokens=640, held=640), True, None),  # ten times as fast as host memory
         (dict(tokens=320, held=640), False, "store_faster"),  # and the rest would be computed
         (dict(tokens=640, held=640, gpu=1e4), False, "store_faster"),
@@ -73,7 +74,7 @@ def lent(tokens):
 )
 def test_peer_gpu_candidates_are_ordered(case, expected, reason):
     made, counters = make(Planner(gpu=case.get("gpu", 1e6), host=1e6 if case.get("tokens") == 320 else 1e5),
-                          free=case.get("free", 1 << 20))  # fmt: skip
+                          free=case.get("free", 1 << 20), retained=case.get("retained", 0))  # fmt: skip
     t = request(held=stored(case["held"]) if "held" in case else None)
     asked = made.is_eligible(t, holder(case["tokens"], case.get("instance", "other/1")), case.get("computed", 0))
     assert asked is expected

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 from vllm_kvtier.cache_kinds import CacheGroup
 
 if TYPE_CHECKING:  # what reads one of these objects needs not import vLLM for the others
+    from collections.abc import Callable
+
     from vllm_kvtier.config import KVTierConfig
     from vllm_kvtier.scheduler.engine_identity import EngineIdentity
     from vllm_kvtier.scheduler.integrity.checksum_index import ChecksumIndex
@@ -83,3 +85,9 @@ class LoadContext:
     lease_client: LeaseClient
     sync_load: SyncLoad
     namespace_ids: NamespaceIds  # of this engine's blocks in stores
+    retained_blocks: Callable[[], int]  # that exports hold only until a request needs them
+
+    def has_blocks(self, count: int) -> bool:
+        """Whether a request can get ``count`` blocks."""
+        free = self.engine.pool.free_count()
+        return count <= free or count <= free + self.retained_blocks()

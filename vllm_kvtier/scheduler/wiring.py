@@ -132,7 +132,10 @@ class SchedulerParts(ABC):
         self._peers = LeaseClient(
             self._reactor, config, key, lambda: self._access.hello(), identity.reach, info.world_size
         )
-        context = LoadContext(engine, self._planner, self._checksum_index, self._peers, self._sync_load, NamespaceIds())
+        context = LoadContext(
+            engine, self._planner, self._checksum_index, self._peers, self._sync_load, NamespaceIds(),
+            self._exports.retained_blocks,
+        )  # fmt: skip
         peer_gpu, self._retained = PeerGpuSource(context), RetainedBlocksSource(context)
         self._wire_store(context, peer_gpu)
         self._access = PeerAccess(engine, self._endpoint, self._store, self._offloader, self._sharing)

@@ -199,6 +199,12 @@ class ExportTable:
                     self._release(lease)
             return got
 
+    def retained_blocks(self) -> int:
+        """Blocks that ``release_for_requests`` can free now, but for those that a request has too."""
+        with self._lock:
+            retained = (e for e in self._exports.values() if e.kind is LeaseKind.RETAINED and not e.leases)
+            return len({block for export in retained for block in export.pinned})
+
     def clear(self) -> None:
         """End every export; leased ones are freed when their leases end."""
         with self._lock:

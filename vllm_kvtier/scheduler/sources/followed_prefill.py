@@ -10,6 +10,7 @@ At most one stretch of a request is being read at a time; what was granted meanw
 does not wait for a stretch. A stretch's lease goes back when all ranks have read it.
 """
 
+import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -133,7 +134,7 @@ class FollowedPrefillSource(PrefillHandoffSource):
             return False  # vLLM has all of it
         pool, config = self._engine.pool, self._config
         needed = self._num_blocks(pending.start, pending.tokens)
-        if pool.free_count() < needed + FREE_BLOCK_SHARE * pool.num_blocks:
+        if not self._context.has_blocks(needed + math.ceil(FREE_BLOCK_SHARE * pool.num_blocks)):
             return False
         held = sum(each.num_blocks for each in self._following.values() if not each.closed)
         return not held or held + needed <= config.follow_share * pool.num_blocks

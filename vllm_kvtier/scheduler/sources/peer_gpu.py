@@ -84,7 +84,7 @@ class PeerGpuSource(PeerLeaseSource):
         nbytes = self._engine.identity.bytes_for(tokens - start)
         if tokens - start < max(1, self._config.pull_threshold):
             reason = "below_threshold"
-        elif sum(-(-(tokens - start) // size) for size, _ in self._geometry.groups) > self._engine.pool.free_count():
+        elif not self._context.has_blocks(sum(-(-(tokens - start) // size) for size, _ in self._geometry.groups)):
             reason = "no_free_blocks"
         elif not alone and self._computed_meanwhile(instance, nbytes, start, tokens, prompt):
             reason = "compute_within_step"
