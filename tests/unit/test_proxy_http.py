@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import json
 import sys
 
@@ -10,6 +11,8 @@ import httpx
 import pytest
 from proxy_fakes import ALONE, Cluster, alone, events, text_of, turn
 
+from vllm_kvtier.proxy.messages.buffers import Held
+from vllm_kvtier.proxy.messages.request_bodies import ClientRequest
 from vllm_kvtier.scheduler.matching.transfer_params import Hints, read
 
 REPORT = {"X-KVTier-Report": "1"}
@@ -326,6 +329,100 @@ async def test_answer_too_large_makes_no_engine_unavailable(stream):
         assert reply.status_code == 502 and "larger" in reply.json()["error"]["message"]
         assert sum(len(engine.seen) for engine in c.d) == 1, "another engine's would be as large"
         assert all(engine.healthy and not engine.instance and not engine.outstanding for engine in c.core.decode)
+
+
+async def test_prefill_answer_too_large_leaves_prompt_to_decode_engine():
+    """Another prefill engine's would be as large, and none becomes unavailable."""
+    async with Cluster(p=2, max_event_bytes=100_000) as c:
+        for engine in c.p:
+            engine.text = lambda body, i: "x" * 1_000_000
+        assert (await c.chat("hello")).status_code == 200
+        assert sum(len(engine.seen) for engine in c.p) == 1 and alone(c.d[0].seen[0])
+        assert all(engine.healthy and not engine.outstanding for engine in c.core.prefill)
+
+
+# ---------------------------------------------------------------- memory of all requests together
+
+MB = 1_000_000
+BOUND = dict(max_body_bytes=MB, max_event_bytes=MB, max_buffered_bytes=MB)
+
+
+def buffered(c):
+    return c.core.state()["buffered_bytes"]
+
+
+async def test_bodies_beyond_the_bound_of_all_get_503():
+    async with Cluster(p=0, **BOUND) as c:
+        c.d[0].hold = asyncio.Event()
+        first = asyncio.create_task(c.chat("x" * 600_000))
+        await c.d[0].until_seen(1)
+        assert 500_000 < buffered(c)["bodies"] < 600_000
+        reply = await c.chat("y" * 600_000)
+        assert reply.status_code == reply.json()["error"]["code"] == 503
+        assert reply.headers["retry-after"] == "1" and reply.json()["error"]["type"] == "overloaded_error"
+        small = asyncio.create_task(c.chat("hello"))
+        await c.d[0].until_seen(2)
+        c.d[0].hold.set()
+        assert (await first).status_code == (await small).status_code == 200
+        assert (await c.chat("y" * 600_000)).status_code == 200
+        assert buffered(c) == {"bodies": 0, "answers": 0} and c.core.state()["counts"]["memory_full"] == 1
+
+
+async def test_bodies_are_dropped_when_their_answers_begin():
+    """Streams last long."""
+    async with Cluster(**BOUND) as c:
+        bodies = lambda: sum(type(each) is ClientRequest for each in gc.get_objects())  # noqa: E731
+        c.d[0].gate, before = asyncio.Semaphore(1), bodies()
+        async with c.client.stream("POST", "/v1/chat/completions", json=turn("x" * 600_000, stream=True)) as reply:
+            pieces = reply.aiter_bytes()
+            await anext(pieces)
+            assert buffered(c) == {"bodies": 0, "answers": 0}
+            assert bodies() == before
+            for _ in range(3):
+                c.d[0].gate.release()
+            assert b"[DONE]" in b"".join([piece async for piece in pieces])
+
+
+async def test_bodies_of_clients_that_leave_are_not_counted():
+    async with Cluster(p=0, **BOUND) as c:
+        c.d[0].hold = asyncio.Event()
+        task = asyncio.create_task(c.chat("x" * 600_000))
+        seen = await c.d[0].until_seen(1)
+        task.cancel()
+        await asyncio.wait_for(seen.aborted.wait(), 10)
+        await c.until(lambda: buffered(c) == {"bodies": 0, "answers": 0})
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_answers_beyond_the_bound_of_all_get_503(stream):
+    async with Cluster(**BOUND) as c:
+        c.d[0].text = lambda body, i: "x" * 600_000
+        with Held(c.core.answers) as others:
+            others.resize(MB)
+            reply = await c.chat("hello", stream=stream)
+            assert reply.status_code == 503 and reply.headers["retry-after"] == "1"
+            assert c.core.decode[0].healthy and not c.core.decode[0].outstanding
+            c.d[0].text = lambda body, i: "short"
+            assert (await c.chat("hello", stream=stream)).status_code == 200, "small answers are not counted"
+        c.d[0].text = lambda body, i: "x" * 600_000
+        assert (await c.chat("hello", stream=stream)).status_code == 200
+        assert buffered(c)["answers"] == 0
+
+
+async def test_answer_that_meets_the_bound_in_its_middle_ends_with_an_error():
+    async with Cluster(p=0, **BOUND) as c:
+        c.d[0].gate = asyncio.Semaphore(1)
+        with Held(c.core.answers) as others:
+            async with c.client.stream("POST", "/v1/chat/completions", json=turn("hi", stream=True)) as reply:
+                pieces = reply.aiter_bytes()
+                first = await anext(pieces)
+                others.resize(MB)
+                c.d[0].text = lambda body, i: "x" * 600_000
+                c.d[0].gate.release()
+                found = events(first + b"".join([piece async for piece in pieces]))
+        assert found[-1] == "[DONE]" and found[-2]["error"]["code"] == 502
+        assert c.core.decode[0].healthy
+        await asyncio.wait_for(c.d[0].seen[0].aborted.wait(), 10)
 
 
 async def test_request_ids_are_generated_or_kept_if_valid():

@@ -6,6 +6,8 @@ import json
 import pytest
 from proxy_fakes import Cluster, events, text_of
 
+from vllm_kvtier.proxy.messages.buffers import Held
+
 GENERATE = "/inference/v1/generate"
 
 
@@ -19,6 +21,20 @@ def extra(seen):
     found = seen.body["sampling_params"]["extra_args"]["kv_transfer_params"]
     assert found == seen.body["kv_transfer_params"]
     return found
+
+
+@pytest.mark.parametrize("full", [False, True])
+async def test_answer_too_large_of_forwarded_request_makes_no_engine_unavailable(full):
+    async with Cluster(d=3, max_body_bytes=1 << 20, max_event_bytes=1 << 20, max_buffered_bytes=1 << 20) as c:
+        for engine in c.d:
+            engine.name = "D" * (1 << (17 if full else 20))  # in its answers
+        with Held(c.core.answers) as others:
+            others.resize((1 << 20) * full)
+            reply = await c.client.post("/v1/embeddings", json={"input": "a"})
+        assert reply.status_code == (503 if full else 502), reply.text
+        assert ("retry-after" in reply.headers) == full
+        assert sum(len(engine.passed) for engine in c.d) == 1, "another engine's would be as large"
+        assert all(engine.healthy and not engine.outstanding for engine in c.core.decode)
 
 
 # ---------------------------------------------------------------- tokens in, tokens out

@@ -19,6 +19,7 @@ from vllm_kvtier.proxy.config import ProxyConfig
 from vllm_kvtier.proxy.core import ProxyCore
 from vllm_kvtier.proxy.engines.export_release import ReleaseCall
 from vllm_kvtier.proxy.logs import request_id
+from vllm_kvtier.proxy.messages.buffers import Held
 from vllm_kvtier.proxy.messages.incoming_request import Incoming
 from vllm_kvtier.proxy.messages.request_bodies import ClientRequest, Route
 from vllm_kvtier.proxy.routes import admin
@@ -55,7 +56,7 @@ class ProxyApp:
         if scope["type"] == "lifespan":
             await self._live(receive, send)
         elif scope["type"] == "http":
-            await self._http(Incoming(scope), receive, send)
+            await self._http(scope, receive, send)
         else:
             await send({"type": "websocket.close", "code": 1003, "reason": "not served here"})
 
@@ -71,11 +72,13 @@ class ProxyApp:
         await self.core.aclose()
         await send({"type": "lifespan.shutdown.complete"})
 
-    async def _http(self, incoming: Incoming, receive: Receive, send: Send) -> None:
+    async def _http(self, scope: dict, receive: Receive, send: Send) -> None:
         assert self.core is not None, "the application's lifespan has not been run"
+        incoming = Incoming(scope, Held(self.core.bodies), Held(self.core.answers))
         token = request_id.set(incoming.id)
         try:
-            await Serving(self.core, incoming, *self._route(incoming)).run(receive, send)
+            with incoming.body_held, incoming.answer_held:
+                await Serving(self.core, incoming, *self._route(incoming)).run(receive, send)
         finally:
             request_id.reset(token)
 
@@ -114,7 +117,7 @@ class ProxyApp:
         return await FollowingGeneration(self.core, incoming, request, tenant, trace).answer()
 
     async def _query(self, incoming: Incoming, tenant: bytes, body: bytes, trace) -> Answer:
-        return await Query(self.core, read_query(body), tenant, incoming.for_engines()).answer()
+        return await Query(self.core, read_query(body), tenant, incoming).answer()
 
     async def _forward(self, incoming: Incoming, rule, tenant: bytes, owner, body: bytes, trace) -> Answer:
         if owner is not None:

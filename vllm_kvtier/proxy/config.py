@@ -179,6 +179,9 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_body_bytes: int = 64 << 20
     #: Maximum size of one event of a stream, and of a prefill engine's answer. Bounds the proxy's memory.
     max_event_bytes: int = 32 << 20
+    #: Maximum size of the bodies of all requests that no engine has begun to answer, and of all answers that are held
+    #: whole. The first 64 KiB of each are not counted. Beyond it 503 with Retry-After.
+    max_buffered_bytes: int = 1 << 30
 
     #: Maximum number of conversations whose route is kept; the least recently used is dropped.
     max_conversations: int = 65536
@@ -233,6 +236,11 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         for name in _NOT_NEGATIVE:
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must not be negative.")
+        if self.max_buffered_bytes < max(self.max_body_bytes, self.max_event_bytes):
+            raise ConfigError(
+                f"max_buffered_bytes is {self.max_buffered_bytes}; it must be at least max_body_bytes "
+                f"({self.max_body_bytes}) and max_event_bytes ({self.max_event_bytes})."
+            )
         if self.backoff_initial > self.backoff_max:
             raise ConfigError(
                 f"backoff_initial is {self.backoff_initial} s; it must be at most backoff_max ({self.backoff_max} s)."

@@ -11,6 +11,7 @@ from vllm_kvtier.proxy.engines.fleet import Fleet
 from vllm_kvtier.proxy.keys import ApiKeys
 from vllm_kvtier.proxy.kv_events.feeds import KVEvents
 from vllm_kvtier.proxy.kv_events.prompt_tokens import PromptTokenizer
+from vllm_kvtier.proxy.messages.buffers import Buffers
 from vllm_kvtier.proxy.messages.request_bodies import ClientRequest
 from vllm_kvtier.proxy.messages.transfer_params import Export
 from vllm_kvtier.proxy.metrics import Gauges, Metrics
@@ -42,6 +43,7 @@ class ProxyCore:
         self.draining = False
         self.tenants = Tenants.from_file(config.salt_secret_file, trust_header=config.trust_tenant_header)
         cluster_key = _cluster_key(config)
+        self.bodies, self.answers = Buffers(config.max_buffered_bytes), Buffers(config.max_buffered_bytes)
         self.routes = RouteTable(config.max_conversations, config.conversation_ttl)
         self.prefixes = PrefixMemory(config.max_prefixes)
         self.admission = Admission(config, ROLES)
@@ -50,12 +52,13 @@ class ProxyCore:
             on_request_end=lambda engine: self.admission.request_ended(engine.role),
         )
         self.events = KVEvents(self.fleet)
-        self.tokenizer = PromptTokenizer(self.fleet, config, self.count)
+        self.tokenizer = PromptTokenizer(self.fleet, config, self.answers, self.count)
         self.router = Router(self.fleet, self._policy(config), config)
         self.releaser = ExportReleaser(release or self._release)
         self.keys, self.admin_key = _read_keys(config)
         self._counts: Counter[str] = Counter()
-        gauges = Gauges(self.fleet, self.admission, self.routes, self.prefixes, self.events, lambda: self.ready)
+        tables = {"conversations": self.routes, "prefixes": self.prefixes}
+        gauges = Gauges(self.fleet, self.admission, tables, self.events, self._buffered, lambda: self.ready)
         self.metrics = Metrics(gauges)
         self.fleet.apply(config, probe_on_start=probe_on_start)
         self.events.apply(config)
@@ -88,6 +91,7 @@ class ProxyCore:
         self.router.policy = self._policy(config)
         self.routes.capacity, self.routes.ttl = config.max_conversations, config.conversation_ttl
         self.prefixes.capacity = config.max_prefixes
+        self.bodies.limit = self.answers.limit = config.max_buffered_bytes
         for role in ROLES:
             self.admission.serve_waiting(role)
 
@@ -104,6 +108,9 @@ class ProxyCore:
     def _policy(self, config: ProxyConfig) -> RoutingPolicy:
         return POLICIES[config.routing_policy](self.prefixes, self.events)
 
+    def _buffered(self) -> dict[str, int]:
+        return {"bodies": self.bodies.held, "answers": self.answers.held}
+
     async def _release(self, export: Export) -> None:
         await self.endpoints.release(export.host, export.port, export.export)
 
@@ -116,6 +123,7 @@ class ProxyCore:
             "ready": self.ready,
             "draining": self.draining,
             "conversations": len(self.routes),
+            "buffered_bytes": self._buffered(),
             "counts": {**self._counts, "released": self.releaser.released},
         }
 

@@ -1,6 +1,6 @@
 """``/metrics`` for Prometheus. Each proxy has its own registry, so that one process can run several."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sized
 from typing import TYPE_CHECKING, NamedTuple
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from vllm_kvtier.proxy.engines.fleet import Fleet
     from vllm_kvtier.proxy.kv_events.feeds import KVEvents
     from vllm_kvtier.proxy.routing.admission import Admission
-    from vllm_kvtier.proxy.routing.conversations import RouteTable
-    from vllm_kvtier.proxy.routing.prefixes import PrefixMemory
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
@@ -60,6 +58,9 @@ SHOWN = {
     ),
     "kv_event_batches": Shown(
         Counter, "Batches of KV events by outcome, with policy kv_events; restarts of engines.", ("events", "outcome")
+    ),
+    "buffered_bytes": Shown(
+        Gauge, "Bytes of request bodies, and of answers, that count towards max_buffered_bytes.", ("kind",)
     ),
     "ready": Shown(Gauge, "1: answers 200 to /ready."),
 }
@@ -128,13 +129,14 @@ class Gauges:
         self,
         fleet: "Fleet",
         admission: "Admission",
-        routes: "RouteTable",
-        prefixes: "PrefixMemory",
+        tables: Mapping[str, Sized],
         events: "KVEvents",
+        buffered: Callable[[], dict[str, int]],
         ready: Callable[[], bool],
     ):
-        self._fleet, self._admission, self._routes, self._prefixes = fleet, admission, routes, prefixes
-        self._events, self._ready = events, ready
+        """``tables``: by the name of the gauge of their lengths. ``buffered``: bytes by kind."""
+        self._fleet, self._admission, self._tables = fleet, admission, tables
+        self._events, self._buffered, self._ready = events, buffered, ready
 
     def describe(self) -> list[Metric]:
         return []
@@ -148,12 +150,13 @@ class Gauges:
         for role in ROLES:
             queue.add_metric((role,), self._admission.waiting(role))
         yield queue
+        buffered = self._family("buffered_bytes")
+        for kind, nbytes in self._buffered().items():
+            buffered.add_metric((kind,), nbytes)
+        yield buffered
         yield from self._of_events()
-        for name, value in (
-            ("conversations", len(self._routes)),
-            ("prefixes", len(self._prefixes)),
-            ("ready", self._ready()),
-        ):
+        values = {name: len(table) for name, table in self._tables.items()}
+        for name, value in (values | {"ready": self._ready()}).items():
             family = self._family(name)
             family.add_metric((), value)
             yield family

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from vllm_kvtier.logs import get_logger
 from vllm_kvtier.proxy.config import EngineAddress, ProxyConfig
 from vllm_kvtier.proxy.engines.engine_http import (
+    AnswersFull,
     AnswerTooLarge,
     EngineFailure,
     EngineHttp,
@@ -22,7 +23,7 @@ from vllm_kvtier.proxy.messages.transfer_params import Source, TransferParams
 
 logger = get_logger(__name__)
 
-__all__ = ["AnswerTooLarge", "Engine", "EngineFailure", "EngineSlot", "Reply"]
+__all__ = ["AnswerTooLarge", "AnswersFull", "Engine", "EngineFailure", "EngineSlot", "Reply"]
 
 
 class Engine:

@@ -15,6 +15,7 @@ import aiohttp
 from vllm_kvtier.errors import ConfigError, KVTierError
 from vllm_kvtier.proxy.config import EngineAddress
 from vllm_kvtier.proxy.deadlines import time_limit
+from vllm_kvtier.proxy.messages.buffers import BuffersFull, Held
 
 # uvicorn, hence vLLM, closes idle connections after 5 s. Closing them earlier here avoids most requests on a connection
 # that the engine has just closed.
@@ -40,6 +41,10 @@ class EngineFailure(KVTierError):
 
 class AnswerTooLarge(EngineFailure):
     """An answer exceeds a limit of the proxy's memory, by what the client asked for. The engine is well."""
+
+
+class AnswersFull(AnswerTooLarge):
+    """An answer for which the proxy has no memory now."""
 
 
 class Reply:
@@ -68,19 +73,27 @@ class Reply:
                 return
             yield data
 
-    async def read(self, limit: int, timeout: float) -> bytes:
-        """The whole body. Raises EngineFailure if it is incomplete or late, and AnswerTooLarge if it is longer than
-        ``limit`` bytes."""
-        if self._response.content.at_eof():
-            return self.first
+    async def read(self, limit: int, timeout: float, held: Held | None = None) -> bytes:
+        """The whole body, counted by ``held``. Raises EngineFailure if it is incomplete or late, AnswerTooLarge if it
+        is longer than ``limit`` bytes, and AnswersFull."""
         body = bytearray(self.first)
         with engine_errors(self.engine, f"did not complete its answer within {timeout:g} s"):
             async with time_limit(timeout):
-                while data := await self._response.content.readany():
-                    body += data
+                while True:
                     if len(body) > limit:
                         raise AnswerTooLarge(f"{self.engine} answered more than {limit} bytes.")
-        return bytes(body)
+                    if held is not None:
+                        self.hold(held, len(body))
+                    if self._response.content.at_eof():
+                        return bytes(body)
+                    body += await self._response.content.readany()
+
+    def hold(self, held: Held, nbytes: int) -> None:
+        """Raises AnswersFull."""
+        try:
+            held.resize(nbytes)
+        except BuffersFull as error:
+            raise AnswersFull(f"An answer of {self.engine} ended early: {error}.") from error
 
     def close(self) -> None:
         self._response.close()

@@ -15,6 +15,7 @@ from vllm_kvtier.proxy.config import ProxyConfig
 from vllm_kvtier.proxy.engines.engine import Engine, EngineFailure
 from vllm_kvtier.proxy.engines.fleet import Fleet
 from vllm_kvtier.proxy.kv_events.index import PromptTokens
+from vllm_kvtier.proxy.messages.buffers import Buffers, Held
 from vllm_kvtier.proxy.messages.request_bodies import ClientRequest, Route
 from vllm_kvtier.proxy.messages.tokenization import has_media, read_tokens, tokenize_body
 from vllm_kvtier.proxy.routing.conversations import CHARS_PER_TOKEN, Name
@@ -29,10 +30,11 @@ Key = tuple[bytes, int]  # digest of the prompt up to a turn, hash of what else 
 
 
 class PromptTokenizer:
-    """``count`` counts events by name."""
+    """``answers``: of engines. ``count`` counts events by name."""
 
-    def __init__(self, fleet: Fleet, config: ProxyConfig, count: Callable[[str], None]):
+    def __init__(self, fleet: Fleet, config: ProxyConfig, answers: Buffers, count: Callable[[str], None]):
         self.config = config
+        self._answers = answers
         self._fleet = fleet
         self._count = count
         self._kept: OrderedDict[Key, array] = OrderedDict()
@@ -88,7 +90,9 @@ class PromptTokenizer:
         try:
             reply = await engine.ask("POST", "/tokenize", body, headers, self.config.tokenize_timeout)
             try:
-                document = await reply.read(self.config.max_event_bytes, max(0.0, deadline - time.monotonic()))
+                left = max(0.0, deadline - time.monotonic())
+                with Held(self._answers) as held:
+                    document = await reply.read(self.config.max_event_bytes, left, held)
             finally:
                 reply.close()
         except EngineFailure:

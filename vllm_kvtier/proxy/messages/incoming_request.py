@@ -3,6 +3,8 @@
 import re
 import uuid
 
+from vllm_kvtier.proxy.messages.buffers import Held
+
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.:\-]{1,128}")
 
 # The client's headers that engines get. Not X-Session-Id, which tenants could share.
@@ -11,9 +13,10 @@ _FORWARDED = ("authorization", "traceparent", "tracestate")
 
 class Incoming:
     """``headers``: by lower-case name, the first of each. ``id``: the client's if its characters are safe, else a new
-    one. ``client``: the sender's address."""
+    one. ``client``: the sender's address. ``body_held``, ``answer_held``: memory for its body, and for its answer."""
 
-    def __init__(self, scope: dict):
+    def __init__(self, scope: dict, body_held: Held, answer_held: Held):
+        self.body_held, self.answer_held = body_held, answer_held
         self.method: str = scope["method"]
         self.path: str = scope["path"].removeprefix(scope.get("root_path", ""))
         self.query: str = scope.get("query_string", b"").decode("latin-1")

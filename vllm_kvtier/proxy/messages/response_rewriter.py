@@ -51,6 +51,11 @@ class AnswerRewriter:
         """Take a piece of a streamed answer; return the events that are complete. Raises sse.EventTooLarge."""
         return b"".join(self._event(event) for event in self._splitter.feed(data))
 
+    @property
+    def held_bytes(self) -> int:
+        """Of an event that has not ended."""
+        return self._splitter.held_bytes
+
     def close(self) -> bytes:
         """The rest after a regular end of the stream: bytes without a blank line."""
         tail = self._splitter.tail

@@ -24,6 +24,10 @@ class EventSplitter:
         self._held = bytearray()
 
     @property
+    def held_bytes(self) -> int:
+        return len(self._held)
+
+    @property
     def tail(self) -> bytes:
         """The bytes of the event that has not ended yet."""
         return bytes(self._held)

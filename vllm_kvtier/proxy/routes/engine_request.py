@@ -17,6 +17,7 @@ class EngineRequest:
         self._core = core
         self._config = core.config
         self._incoming = incoming
+        self._held = incoming.answer_held
         self._tenant = tenant
         self._trace = trace
 

@@ -12,7 +12,8 @@ Failures and their handling:
   the first already pulled the export, the next one computes. The first may have started the request, but closing its
   connection aborts that and none of its output was forwarded.
 * The answer exceeds ``max_body_bytes``, or its first event ``max_event_bytes``: 502. Another engine's would be as large
-  too, and none becomes unavailable: a client could ask for such answers again and again.
+  too, and none becomes unavailable: a client could ask for such answers again and again. If ``max_buffered_bytes`` is
+  used up: 503. Of a prefill engine's answer, that means that its export is not known, and the decode engine computes.
 * The decode engine fails later, or ends its stream before ``[DONE]``: the stream ends with an error event.
 * The client leaves: the task of the request is cancelled. That closes the engine's connection, and the engine aborts.
 * No decode engine takes the export: it is released.
@@ -33,7 +34,14 @@ from vllm_kvtier.proxy.messages import response_rewriter, sse
 from vllm_kvtier.proxy.messages.incoming_request import Incoming
 from vllm_kvtier.proxy.messages.request_bodies import ClientRequest
 from vllm_kvtier.proxy.messages.transfer_params import TransferParams, decode_only_params, find_params, prefill_params
-from vllm_kvtier.proxy.routes.client_answer import Answer, forwarded, forwarded_headers, is_stream, refusal, unavailable
+from vllm_kvtier.proxy.routes.client_answer import (
+    Answer,
+    answer_too_large,
+    forwarded,
+    forwarded_headers,
+    is_stream,
+    unavailable,
+)
 from vllm_kvtier.proxy.routes.engine_request import EngineRequest
 from vllm_kvtier.proxy.routing.admission import QueueFull
 from vllm_kvtier.proxy.routing.conversations import ConversationRoute, Holder, name_conversation
@@ -96,6 +104,7 @@ class Generation(EngineRequest):
         except QueueFull as error:
             return self._queue_full(error)
         finally:
+            del self._request  # a stream may last for hours
             if prefill is not None:
                 prefill.release()
             if decode is not None and (answer is None or answer.slot is None):
@@ -166,9 +175,13 @@ class Generation(EngineRequest):
         try:
             reply = await engine.ask("POST", self._request.route.value, body, self._headers, deadline - began)
             try:
-                document = await reply.read(self._config.max_event_bytes, max(0.0, deadline - time.monotonic()))
+                left = max(0.0, deadline - time.monotonic())
+                document = await reply.read(self._config.max_event_bytes, left, self._held)
             finally:
                 reply.close()
+        except AnswerTooLarge as failure:
+            logger.warning("kvtier: proxy: the answer to a prefill is too large (%s); its KV is not pulled", failure)
+            return Prefill.DONE, None
         except EngineFailure as failure:
             engine.mark_unavailable(str(failure))
             return Prefill.LOST, None
@@ -229,13 +242,12 @@ class Generation(EngineRequest):
                     answer = Answer(200, forwarded_headers(reply, stream=True), reply=reply, slot=slot)
                     answer.pieces = self._relay(reply, rewriter, first, answer)
                     return True, answer
-                document = await reply.read(self._config.max_body_bytes, self._config.answer_timeout)
+                document = await reply.read(self._config.max_body_bytes, self._config.answer_timeout, self._held)
             finally:
                 if not done:
                     reply.close()
         except AnswerTooLarge as failure:
-            logger.warning("kvtier: proxy: an answer is too large (%s); the client gets 502", failure)
-            return True, refusal(502, "The answer is larger than the proxy allows; ask for less.", "upstream_error")
+            return True, answer_too_large(failure)
         except EngineFailure as failure:
             engine.mark_unavailable(str(failure))
             return False, None
@@ -283,7 +295,7 @@ class Generation(EngineRequest):
                 return events
             async with aclosing(reply.chunks(self._config.stream_idle_timeout)) as chunks:
                 async for data in chunks:
-                    if events := rewriter.feed(data):
+                    if events := self._feed(reply, rewriter, data):
                         return events
         except sse.EventTooLarge as error:
             raise AnswerTooLarge(f"{reply.engine}: {error}.") from error
@@ -296,14 +308,14 @@ class Generation(EngineRequest):
             yield first
             async with aclosing(reply.chunks(self._config.stream_idle_timeout)) as chunks:
                 async for data in chunks:
-                    if events := rewriter.feed(data):
+                    if events := self._feed(reply, rewriter, data):
                         yield events
             if not rewriter.done:
                 raise EngineFailure(f"{reply.engine} ended a stream before its end.")
             if rest := rewriter.close():
                 yield rest
         except (EngineFailure, sse.EventTooLarge) as failure:
-            if isinstance(failure, EngineFailure):
+            if isinstance(failure, EngineFailure) and not isinstance(failure, AnswerTooLarge):
                 reply.engine.mark_unavailable(str(failure))
             if rewriter.done:
                 return  # the client has the whole answer
@@ -311,6 +323,12 @@ class Generation(EngineRequest):
             answer.broken = True
             logger.warning("kvtier: proxy: a stream ended early (%s); the client got an error event", failure)
             yield response_rewriter.error_events("The engine that generated this answer failed.", 502)
+
+    def _feed(self, reply: Reply, rewriter: response_rewriter.AnswerRewriter, data: bytes) -> bytes:
+        """Raises EventTooLarge and AnswersFull."""
+        events = rewriter.feed(data)
+        reply.hold(self._held, rewriter.held_bytes)
+        return events
 
     def _rewriter(self, engine: Engine) -> response_rewriter.AnswerRewriter:
         return response_rewriter.AnswerRewriter(

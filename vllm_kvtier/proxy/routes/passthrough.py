@@ -19,7 +19,7 @@ import msgspec
 
 from vllm_kvtier.logs import get_logger
 from vllm_kvtier.proxy.core import ProxyCore
-from vllm_kvtier.proxy.engines.engine import Engine, EngineFailure, EngineSlot, Reply
+from vllm_kvtier.proxy.engines.engine import AnswerTooLarge, Engine, EngineFailure, EngineSlot, Reply
 from vllm_kvtier.proxy.messages import response_rewriter
 from vllm_kvtier.proxy.messages.incoming_request import Incoming
 from vllm_kvtier.proxy.messages.request_bodies import BadRequest, as_utf8, read_object, remove_transfer_fields
@@ -27,6 +27,7 @@ from vllm_kvtier.proxy.messages.transfer_params import UNREADABLE
 from vllm_kvtier.proxy.routes.client_answer import (
     Answer,
     AnswerBroken,
+    answer_too_large,
     forwarded,
     forwarded_headers,
     is_stream,
@@ -194,6 +195,8 @@ class Passthrough(EngineRequest):
             slot.move(engine, 0)
             try:
                 answer = await self._ask_one(engine, slot, body)
+            except AnswerTooLarge as failure:
+                return answer_too_large(failure)
             except EngineFailure as failure:
                 engine.mark_unavailable(str(failure))
                 if not (self._idempotent or failure.unreached):
@@ -222,7 +225,7 @@ class Passthrough(EngineRequest):
                 answer = Answer(200, forwarded_headers(reply, stream=is_stream(reply)), reply=reply, slot=slot)
                 answer.pieces = self._relay(reply, answer)
                 return answer
-            return forwarded(reply, await reply.read(config.max_body_bytes, timeout))
+            return forwarded(reply, await reply.read(config.max_body_bytes, timeout, self._held))
         finally:
             if answer is None:
                 reply.close()

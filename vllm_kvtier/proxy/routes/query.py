@@ -32,6 +32,7 @@ from vllm_kvtier.logs import get_logger
 from vllm_kvtier.proxy.core import ProxyCore
 from vllm_kvtier.proxy.deadlines import time_limit
 from vllm_kvtier.proxy.engines.engine import Engine, EngineFailure, EngineSlot
+from vllm_kvtier.proxy.messages.incoming_request import Incoming
 from vllm_kvtier.proxy.messages.request_bodies import BadRequest, ClientRequest, Route
 from vllm_kvtier.proxy.messages.tokenization import has_media, read_tokens, tokenize_body
 from vllm_kvtier.proxy.routes.client_answer import JSON, Answer, forwarded, unavailable
@@ -74,11 +75,11 @@ class Query:
     Its failures do not make engines unavailable, because they may be caused by the prompt.
     """
 
-    def __init__(self, core: ProxyCore, request: ClientRequest, tenant: bytes, headers: dict[str, str]):
-        """``headers`` are sent to the engine that tokenizes."""
+    def __init__(self, core: ProxyCore, request: ClientRequest, tenant: bytes, incoming: Incoming):
+        """``incoming``: its headers are sent to the engine that tokenizes."""
         self._core = core
         self._request = request
-        self._headers = headers
+        self._headers, self._held = incoming.for_engines(), incoming.answer_held
         self._salt = core.tenants.salt(tenant, request.client_salt)
         self._seconds = core.config.query_timeout
 
@@ -129,7 +130,7 @@ class Query:
             reply = await engine.ask("POST", "/tokenize", body, self._headers, seconds)
             left = max(0.0, seconds - (time.monotonic() - began))
             with contextlib.closing(reply):
-                document = await reply.read(self._core.config.max_event_bytes, left)
+                document = await reply.read(self._core.config.max_event_bytes, left, self._held)
         finally:
             slot.release()
         if 400 <= reply.status < 500:

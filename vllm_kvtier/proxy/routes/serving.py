@@ -8,9 +8,10 @@ from collections.abc import Awaitable, Callable
 from vllm_kvtier.logs import get_logger, unlimited
 from vllm_kvtier.proxy.core import ProxyCore
 from vllm_kvtier.proxy.deadlines import time_limit
+from vllm_kvtier.proxy.messages.buffers import BuffersFull
 from vllm_kvtier.proxy.messages.incoming_request import Incoming
 from vllm_kvtier.proxy.messages.request_bodies import BadRequest
-from vllm_kvtier.proxy.routes.client_answer import Answer, AnswerBroken, refusal
+from vllm_kvtier.proxy.routes.client_answer import Answer, AnswerBroken, memory_full, refusal
 
 logger = get_logger(__name__)
 access = get_logger("vllm_kvtier.proxy.access")
@@ -49,21 +50,29 @@ class Serving:
         self._began = time.monotonic()
         self._outcome = "failed"
         self._status = 0
+        self._body = b""
 
     async def run(self, receive: Receive, send: Send) -> None:
         if isinstance(self._work, Answer):
             await self._refuse(receive, send, self._work)
             return
         try:
-            body = await self._read_body(receive)
+            self._body = await self._read_body(receive)
         except BadRequest as error:
             await self._refuse(receive, send, bad_request(error, CLOSING))
+            return
+        except BuffersFull as error:
+            logger.warning("kvtier: proxy: max_buffered_bytes is used up (%s); the client gets 503", error)
+            self._core.count("memory_full")
+            full = memory_full()
+            full.headers |= CLOSING
+            await self._refuse(receive, send, full)
             return
         except ClientGone:
             self._finish("client_left")
             return
         self._began = time.monotonic()
-        work = asyncio.create_task(self._serve(body, send))
+        work = asyncio.create_task(self._serve(send))
         gone = asyncio.create_task(_until_gone(receive))
         try:
             await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -98,10 +107,13 @@ class Serving:
         except ClientGone:
             self._finish("client_left")
 
-    async def _serve(self, body: bytes, send: Send) -> None:
+    async def _serve(self, send: Send) -> None:
         try:
             try:
-                answer = await self._work(body, self._trace)
+                work = self._work(self._body, self._trace)
+                self._body = b""  # ``work`` drops it when it has the beginning of an answer
+                answer = await work
+                self._incoming.body_held.release()
             except BadRequest as error:
                 answer = bad_request(error)
             except Exception:
@@ -116,7 +128,7 @@ class Serving:
             self._outcome = "client_left"
 
     async def _read_body(self, receive: Receive) -> bytes:
-        """Raises BadRequest if it is too large or too slow, ClientGone if the client leaves."""
+        """Raises BadRequest if it is too large or too slow, BuffersFull, ClientGone if the client leaves."""
         limit = self._core.config.max_body_bytes
         too_large = BadRequest(f"The request body exceeds {limit} bytes.", status=413)
         length = self._incoming.headers.get("content-length", "")
@@ -132,6 +144,7 @@ class Serving:
                     body += message.get("body", b"")
                     if len(body) > limit:
                         raise too_large
+                    self._incoming.body_held.resize(len(body))
                     if not message.get("more_body", False):
                         return bytes(body)
         except TimeoutError as error:
