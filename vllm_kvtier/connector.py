@@ -38,6 +38,7 @@ from vllm_kvtier.vllm_compat.worker_info import (
     heads,
     in_last_stage,
     rank_in_engine,
+    ranks_on_node,
     shards,
     wants_host_buffer,
 )
@@ -234,9 +235,10 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         options, config = self._options, self._vllm_config
         codec = choice.resolve(options.wire_codec, self._info.record_key)
         codecs = choice.by_group(codec, [view.groups])
+        ranks = ranks_on_node(self._info.world_size, view.device)
         if any(each.formats for each in codecs):
-            return EncodedMemory(view, codecs, codec)
-        memory = CacheMemory(view, wants_host_buffer(options.host_buffer, config, view.device))
+            return EncodedMemory(view, codecs, codec, ranks)
+        memory = CacheMemory(view, wants_host_buffer(options.host_buffer, config, view.device), ranks)
         memory.wire_codec = codec  # the option's value, even if it applies to no group of this cache
         return memory
 

@@ -9,9 +9,10 @@ from support import eventually
 from vllm_kvtier import codecs
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.store.memory.memory_limits import MemoryLimits
+from vllm_kvtier.vllm_compat.worker_info import ranks_on_node
 from vllm_kvtier.wire.geometry import geometry_mismatch
 from vllm_kvtier.worker.device.step_events import StepEvents
-from vllm_kvtier.worker.nixl_pull import encoded_memory
+from vllm_kvtier.worker.nixl_pull import encoded_memory, host_mirror
 from vllm_kvtier.worker.nixl_pull.encoded_memory import EncodedMemory
 from vllm_kvtier.worker.nixl_pull.exported_memory import CacheMemory
 
@@ -140,3 +141,20 @@ def test_encoded_memory_too_large_raises_with_sizes(monkeypatch):
     monkeypatch.setattr(encoded_memory, "memory_limits", lambda: MemoryLimits(1 << 20, 40 << 10, "a test"))
     with pytest.raises(KVTierError, match=r"wire_codec takes 48 KiB .* KiB are free \(a test\)"):
         EncodedMemory(cache_of_numbers(12, 1), [codecs.get("int8")])
+
+
+def test_memory_of_all_ranks_of_this_node_must_be_free(monkeypatch):
+    for module in (encoded_memory, host_mirror):
+        monkeypatch.setattr(module, "memory_limits", lambda: MemoryLimits(1 << 20, 220 << 10, "a test"))
+    view = cache_of_numbers(12, 1)
+    EncodedMemory(view, [codecs.get("int8")], ranks=4).close()
+    CacheMemory(view, True, ranks=1)
+    for make in (lambda: EncodedMemory(view, [codecs.get("int8")], ranks=5), lambda: CacheMemory(view, True, ranks=64)):
+        with pytest.raises(KVTierError, match=r"on (5|64) ranks, and .* KiB are free \(a test\)"):
+            make()
+
+
+def test_ranks_on_node_are_at_most_its_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    assert [ranks_on_node(n, torch.device("cuda")) for n in (1, 4, 16)] == [1, 4, 8]
+    assert ranks_on_node(4, torch.device("cpu")) == 4

@@ -14,7 +14,7 @@ from support import Uncontained, eventually
 from worker_halves import worker_without_threads
 
 from vllm_kvtier.errors import KVTierError
-from vllm_kvtier.jobs.transfer_jobs import ChecksumJob, StepWork
+from vllm_kvtier.jobs.transfer_jobs import MAX_PEERS_REMEMBERED, ChecksumJob, StepWork
 from vllm_kvtier.wire import link as lm
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.link import LinkServer
@@ -177,6 +177,16 @@ def test_unmappable_source_is_logged_once_and_not_retried(there, error, caplog):
     fetches.remove_source("s/1")
     fetches.add_engine("s/1", there.infos)
     assert fetches.start([order_of(pull_of([5], [3], 4))]) == []
+
+
+def test_unmappable_sources_are_forgotten_with_their_engines(there):
+    fetches, copier = on_device(there)
+    copier.refuse = KVTierError("another node")
+    for n in range(2 * MAX_PEERS_REMEMBERED):
+        fetches.add_engine(f"s/{n}", there.infos)
+        [result] = fetches.start([order_of(pull_of([5], [3], 4), source=f"s/{n}")])
+        assert result.unmappable
+    assert len(fetches._unmappable) == MAX_PEERS_REMEMBERED
 
 
 def test_fetch_from_other_shape_is_unmappable_with_cause(there):

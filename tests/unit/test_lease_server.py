@@ -14,6 +14,7 @@ from support import eventually
 
 from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.errors import ConfigError
+from vllm_kvtier.jobs.transfer_jobs import MAX_PEERS_REMEMBERED
 from vllm_kvtier.scheduler.leases.exports import LeaseKind, Refusal
 from vllm_kvtier.scheduler.leases.lease_client import SAME_NODE, LeasedBlocks
 from vllm_kvtier.scheduler.sources.base import LookupMiss
@@ -352,6 +353,9 @@ def test_lease_of_different_layout_is_granted_for_mapped_reads_only(make):
     asker.peers.unmappable("source/1")
     got = asker.answer(source.address, from_prefix_cache=True)
     assert (got.code, got.reason) == ("layout", "2 ranks here, 1 there") and not lent
+    for n in range(2 * MAX_PEERS_REMEMBERED):  # engines come and go
+        asker.peers.unmappable(f"other/{n}")
+    assert len(asker.peers._unmappable) == MAX_PEERS_REMEMBERED
 
 
 def test_lease_server_refuses_other_protocol_and_layout(make):

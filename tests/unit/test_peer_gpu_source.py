@@ -7,6 +7,7 @@ from source_fakes import load_context
 
 from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.jobs.results import FetchResult
+from vllm_kvtier.jobs.transfer_jobs import MAX_PEERS_REMEMBERED
 from vllm_kvtier.scheduler.sources.base import Candidate, LookupHit, LookupMiss
 from vllm_kvtier.scheduler.sources.peer_gpu import UNKNOWN_COST_WAIT, PeerGpuSource
 from vllm_kvtier.shapes.read_paths import ReadPath
@@ -92,6 +93,9 @@ def test_peer_gpu_unmappable_engine_is_asked_until_no_path_is_left():
     answer = SimpleNamespace(outcome=LookupMiss("layout", "32 layers here"), same_node_instance="odd/1")
     assert made.read_answer(SimpleNamespace(answer=answer)).code == "layout"
     assert not made.is_eligible(request(), holder(640, "odd/1"), 0)
+    for n in range(2 * MAX_PEERS_REMEMBERED):  # engines come and go
+        made.read_answer(SimpleNamespace(answer=SimpleNamespace(outcome=answer.outcome, same_node_instance=f"{n}/1")))
+    assert len(made._unreadable) == MAX_PEERS_REMEMBERED
     t = request()
     t.failed.add("third/1")
     assert not made.is_eligible(t, holder(640, "third/1"), 0), "it failed this request before"

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
@@ -186,12 +186,13 @@ class FailedJob(FillingJob):
 
 # Engines whose ranks the workers remember. Each restart of an engine makes another.
 MAX_PEERS_REMEMBERED = 512
+_Facts = TypeVar("_Facts")
 
 
-def remember_peer(known: dict[str, list[RankInfo]], instance: str, ranks: list[RankInfo]) -> list[str]:
+def remember_peer(known: dict[str, _Facts], instance: str, facts: _Facts) -> list[str]:
     """Enter an engine. Returns those that are removed for it, which were named longest ago."""
     known.pop(instance, None)
-    known[instance] = ranks
+    known[instance] = facts
     removed = list(known)[: max(0, len(known) - MAX_PEERS_REMEMBERED)]
     for each in removed:
         del known[each]

@@ -20,6 +20,11 @@ def rank_in_engine() -> int:
     return get_pp_group().rank_in_group * tp.world_size + tp.rank_in_group
 
 
+def ranks_on_node(world_size: int, device: torch.device) -> int:
+    """Of an engine of ``world_size`` ranks. vLLM's workers see all GPUs that the engine has on their node."""
+    return min(world_size, torch.cuda.device_count()) if device.type == "cuda" else world_size
+
+
 def in_last_stage() -> bool:
     """Whether this rank is in the pipeline's last stage, which samples and drafts."""
     from vllm.distributed.parallel_state import get_pp_group

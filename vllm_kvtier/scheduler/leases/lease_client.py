@@ -22,6 +22,7 @@ import zmq
 
 from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.jobs.transfer_jobs import remember_peer
 from vllm_kvtier.logs import get_logger
 from vllm_kvtier.scheduler.leases.exports import Refusal
 from vllm_kvtier.scheduler.leases.pending_leases import FollowedLease, LeasedBlocks, PendingLease, Rehash
@@ -81,7 +82,7 @@ class LeaseClient(LeaseConnections[_Connection]):
         self._hello, self._reach, self._world = hello, reach, world
         # A followed prefill gives up without an answer for as long as a transfer may take.
         self._heartbeat_seconds = min(config.lease_seconds, config.transfer_timeout) / 3
-        self._unmappable: set[str] = set()  # instances
+        self._unmappable: dict[str, None] = {}  # instances
         self._lookup_ids = itertools.count(1)
         reactor.on_stop(self._release_all)
 
@@ -163,7 +164,7 @@ class LeaseClient(LeaseConnections[_Connection]):
 
     def unmappable(self, instance: str) -> None:
         """The workers cannot map this engine's memory: from now on it is read by NIXL, if at all."""
-        self._unmappable.add(instance)
+        remember_peer(self._unmappable, instance, None)
 
     def _path(self, instance: str, reach: Reach, prefer_mapped: bool) -> ReadPath | None:
         """The path by which this engine is read; None: by none."""

@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterable
 
 from vllm_kvtier.jobs.results import Result
-from vllm_kvtier.jobs.transfer_jobs import FailedJob
+from vllm_kvtier.jobs.transfer_jobs import FailedJob, remember_peer
 from vllm_kvtier.scheduler.context import LoadContext
 from vllm_kvtier.scheduler.sources import job_builder
 from vllm_kvtier.scheduler.sources.base import (
@@ -45,7 +45,7 @@ class PeerGpuSource(PeerLeaseSource):
     def __init__(self, context: LoadContext):
         super().__init__(context)
         self._backoff_until: dict[str, float] = {}  # instance -> until when it is not asked
-        self._unreadable: set[str] = set()  # instances; the lease client has logged the reason
+        self._unreadable: dict[str, None] = {}  # instances; the lease client has logged the reason
 
     def candidates(self, state: RequestState) -> Iterable[Candidate]:
         return ()
@@ -69,7 +69,7 @@ class PeerGpuSource(PeerLeaseSource):
     def read_answer(self, pending: PendingLookup) -> LookupHit | LookupMiss:
         result = super().read_answer(pending)
         if not result.found and result.code == "layout":
-            self._unreadable.add(pending.answer.same_node_instance)
+            remember_peer(self._unreadable, pending.answer.same_node_instance, None)
         return result
 
     def is_eligible(self, state: RequestState, candidate: Candidate, start: int, alone: bool = True) -> bool:

@@ -41,20 +41,20 @@ class Copies:
 
 
 class EncodedMemory(PeerMemory):
-    def __init__(self, view: CacheView, codecs: Sequence[Codec], option: str | dict[str, str] = ""):
-        """``codecs``: by group, the same on all ranks; ``option``: the ``wire_codec`` that selected them. Raises
-        KVTierError if the memory is not free."""
+    def __init__(self, view: CacheView, codecs: Sequence[Codec], option: str | dict[str, str] = "", ranks: int = 1):
+        """``codecs``: by group, the same on all ranks; ``option``: the ``wire_codec`` that selected them; ``ranks``: on
+        this node, and all make theirs now. Raises KVTierError if the memory for all of them is not free."""
         self.view, self.wire_codec = view, option
         self.layouts = layouts = [part_layout(*each) for each in zip(view.groups, codecs, strict=True)]
         # A block belongs to one group at a time, so groups share its row.
         self._pages = max(align(layout.nbytes, PAGE) for layout in layouts) // PAGE
         nbytes = view.num_blocks * self._pages * PAGE
         limits = memory_limits()
-        if nbytes > limits.fits:  # else the kernel would kill the engine
+        if nbytes * ranks > limits.fits:  # else the kernel would kill the engine
             raise KVTierError(
-                f"wire_codec takes {format_bytes(nbytes)} of host memory for the encoded form of the whole KV cache, "
-                f"and {format_bytes(limits.fits)} are free ({limits.source}): choose a smaller codec or leave "
-                "wire_codec at raw"
+                f"wire_codec takes {format_bytes(nbytes * ranks)} of host memory for the encoded form of the whole KV "
+                f"cache{f' on {ranks} ranks' * (ranks > 1)}, and {format_bytes(limits.fits)} are free "
+                f"({limits.source}): choose a smaller codec or leave wire_codec at raw"
             )
         self._rows = mmap.mmap(-1, nbytes)
         rows = torch.frombuffer(self._rows, dtype=torch.uint8)

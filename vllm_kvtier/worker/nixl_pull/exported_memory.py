@@ -41,9 +41,10 @@ class Check(Pending):
 
 
 class CacheMemory(PeerMemory):
-    def __init__(self, view: CacheView, host_buffer: bool):
+    def __init__(self, view: CacheView, host_buffer: bool, ranks: int = 1):
+        """``ranks``: on this node; all make a host buffer now, if ``host_buffer``."""
         self.view = view
-        self.mirror = mirror(view) if host_buffer else None
+        self.mirror = mirror(view, ranks) if host_buffer else None
         self.transfer_view = self.mirror or view
         self._checksums = BlockChecksums(view)
         self._checks = BlockChecksums(view, CHECK_PROGRAMS)

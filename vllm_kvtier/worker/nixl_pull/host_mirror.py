@@ -18,7 +18,7 @@ _STAGE_BYTES = 64 << 20
 _ALIGN = 64
 
 
-def mirror(view: CacheView) -> CacheView:
+def mirror(view: CacheView, ranks: int = 1) -> CacheView:
     """Host memory, pinned if CUDA is available, of the same geometry as ``view``.
 
     As in the cache, a block belongs to one group at a time, so groups share its bytes. A block's pages are dense and
@@ -26,10 +26,10 @@ def mirror(view: CacheView) -> CacheView:
     """
     slot = max((sum(align(r.block_bytes, _ALIGN) for r in g.regions) for g in view.groups), default=0)
     nbytes, limits = view.num_blocks * slot + _ALIGN, memory_limits()
-    if nbytes > limits.fits:  # else the kernel would kill the engine
+    if nbytes * ranks > limits.fits:  # else the kernel would kill the engine
         raise KVTierError(
-            f"a host buffer for the whole KV cache takes {format_bytes(nbytes)} of host memory, and "
-            f"{format_bytes(limits.fits)} are free ({limits.source})"
+            f"a host buffer for the whole KV cache takes {format_bytes(nbytes * ranks)} of host memory"
+            f"{f' on {ranks} ranks' * (ranks > 1)}, and {format_bytes(limits.fits)} are free ({limits.source})"
         )
     # Alignment by hand: neither malloc nor the pinned allocator promises more than 16 bytes.
     memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())

@@ -104,6 +104,7 @@ class PeerFetches:
     def add_engine(self, instance: str, ranks: list[RankInfo]) -> None:
         for each in remember_peer(self._engines, instance, ranks):
             self._logged.discard(each)
+            self._unmappable.pop(each, None)
 
     def ready(self, instance: str) -> bool:
         """Whether this engine's memory is mapped, so that a fetch can begin at once."""
