@@ -6,13 +6,19 @@ import json
 import os
 import stat
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from vllm_kvtier.file_digests import file_digests
 
 # Fields of config.json that change no value in the cache and differ between copies of the same model.
 IGNORED = {"_name_or_path", "transformers_version", "architectures", "torch_dtype", "dtype", "use_cache"}
+
+# Change times of other file systems may be a server's, whose clock may be behind by so much; it cannot be asked without
+# writing to it.
+OWN_CLOCK = frozenset(("bcachefs", "btrfs", "erofs", "ext2", "ext3", "ext4", "f2fs", "overlay", "squashfs", "tmpfs",
+                       "xfs", "zfs"))  # fmt: skip
+MAX_CLOCK_SKEW_NS = 10_000_000_000
 
 KINDS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 
@@ -50,21 +56,36 @@ def changed_since(moment: int, model: str, revision: str | None, files: Sequence
     """Whether a reader of this model at any time since ``moment`` may have read other bytes than ``files`` (not empty;
     as ``weight_files``) hold now. Compares change times, which no tool can set. Raises OSError."""
     path = Path(model).expanduser()
+    own = _own_clock_devices()
+
+    def changed(state: os.stat_result) -> bool:
+        return state.st_ctime_ns > moment - (0 if state.st_dev in own else MAX_CLOCK_SKEW_NS)
+
     if not path.exists():  # a hub's snapshot never changes, but a revision's name may mean another one now
         name = files[0].parents[2] / "refs" / (revision or "main")
-        return name.exists() and os.stat(name).st_ctime_ns > moment
+        return name.exists() and changed(os.stat(name))
     looked = [*files, path, *path.glob("*.json"), *path.glob("*.py")]
-    return any(os.stat(each).st_ctime_ns > moment or _moved_since(moment, each.absolute()) for each in looked)
+    return any(changed(os.stat(each)) or _moved(changed, each.absolute()) for each in looked)
 
 
-def _moved_since(moment: int, path: Path) -> bool:
+def _moved(changed: Callable[[os.stat_result], bool], path: Path) -> bool:
     """Whether a link on the path may lead elsewhere now, or a folder on it may have been renamed."""
     return any(
-        state.st_ctime_ns > moment
+        changed(state)
         # Renaming a folder changes it and its parent; new entries in it change it alone.
-        and (stat.S_ISLNK(state.st_mode) or (step != step.parent and os.stat(step.parent).st_ctime_ns > moment))
+        and (stat.S_ISLNK(state.st_mode) or (step != step.parent and changed(os.stat(step.parent))))
         for step, state in steps(path)
     )
+
+
+def _own_clock_devices() -> set[int]:
+    """Mounted file systems whose times are of this machine's clock, by ``st_dev``."""
+    found = set()
+    for line in Path("/proc/self/mountinfo").read_text("utf-8", "replace").splitlines():
+        mount, _, source = line.partition(" - ")
+        if source.split()[0] in OWN_CLOCK:
+            found.add(os.makedev(*map(int, mount.split()[2].split(":"))))
+    return found
 
 
 def steps(path: Path) -> Iterator[tuple[Path, os.stat_result]]:

@@ -4,6 +4,7 @@ import dataclasses
 import enum
 import itertools
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -410,6 +411,18 @@ def test_model_fingerprint_of_files_changed_after_start_is_unique(
     elsewhere = {switch_link: ("v1", "stage"), switch_link_behind_a_link: ("v1",)}.get(change, ())
     same = ns.model_fingerprint(model(top / path)) == before
     assert same is (change is None or path in elsewhere) and ("had started" in caplog.text) is not same
+
+
+@pytest.mark.parametrize("own_clock", [True, False])
+def test_model_fingerprint_allows_for_a_file_servers_clock(folder, monkeypatch, own_clock):
+    """By a clock that is behind, a change after the start is one before it."""
+    if not own_clock:
+        monkeypatch.setattr(fingerprint, "OWN_CLOCK", frozenset())
+    before = ns.model_fingerprint(model(folder))
+    for seconds, same in ((5, own_clock), (15, True)):
+        start = os.stat(folder / "model.safetensors").st_ctime_ns + seconds * 10**9
+        monkeypatch.setattr(ns, "process_start", lambda start=start: start)
+        assert (ns.model_fingerprint(model(folder)) == before) is same
 
 
 def test_model_fingerprint_ignores_changes_beside_the_folder(tmp_path, folder, monkeypatch):
