@@ -13,13 +13,11 @@ import argparse
 import json
 import random
 import statistics
-import sys
 import tempfile
 from collections import defaultdict
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-
+import clusters  # before what is in tests
 import httpx
 import mooncake_nodes
 import netns
@@ -32,21 +30,8 @@ from vllm_kvtier.wire.auth import ClusterKey
 
 MODEL = Path(__file__).resolve().parent.parent / "models/recall-6m"
 WORDS = 370  # of a prompt: some 1,500 tokens of that model
-POOL, PORT = 256 * MIB, 7300
+POOL = 256 * MIB
 WARM_UP = 3  # rounds before the measured ones, in which connections are made and rates measured
-
-
-def options(kind: str, net: netns.NetnsStar, node: int, key: Path, master: mooncake_nodes.Master | None) -> list[str]:
-    if master is not None:
-        size = f"--mooncake-segment={POOL}"
-        return [
-            f"--mooncake-master={master.address}",
-            "--mooncake-trusted-network=true",
-            size,
-            "--mooncake-admission=all",
-        ]
-    other = f"--nodes={net.addresses[1 - node]}:{PORT}"
-    return [other, f"--node-listen={net.addresses[node]}:{PORT}", f"--cluster-key-file={key}"]
 
 
 def make_prompt(rng: random.Random) -> list[dict[str, str]]:
@@ -74,7 +59,7 @@ def play(kind: str, model: Path, rounds: int, folder: Path) -> dict:
                 place = folder / str(node)
                 place.mkdir()
                 stores.append(Store(place, net.before(node), {"UCX_TLS": "tcp"}))
-                stores[-1].start(f"--size={POOL}", *options(kind, net, node, key, master))
+                stores[-1].start(f"--size={POOL}", *clusters.store_options(net, 2, node, key, master, POOL))
                 engines.append(
                     Engine(
                         model,
@@ -126,12 +111,8 @@ def play(kind: str, model: Path, rounds: int, folder: Path) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=MODEL)
-    parser.add_argument("--kinds", nargs="+", default=["nodes", "mooncake"], choices=["nodes", "mooncake"])
     parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--out", type=Path)
-    asked = parser.parse_args()
-    if reason := netns.why_not() or ("mooncake" in asked.kinds and mooncake_nodes.why_not()):
-        sys.exit(reason)
+    asked = clusters.parse(parser)
     results = {}
     for kind in asked.kinds:
         with tempfile.TemporaryDirectory() as folder:

@@ -44,6 +44,27 @@ FAULT_SECONDS = 15.0
 FAULTS = ("kill", "stop", "cut")
 
 
+def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Of a benchmark of kinds of clusters. Ends the program if this machine cannot run them."""
+    parser.add_argument("--kinds", nargs="+", default=["nodes", "mooncake"], choices=["nodes", "mooncake"])
+    parser.add_argument("--out", type=Path)
+    asked = parser.parse_args()
+    if reason := netns.why_not() or ("mooncake" in asked.kinds and mooncake_nodes.why_not()):
+        sys.exit(reason)
+    return asked
+
+
+def store_options(
+    net: netns.NetnsStar, nodes: int, i: int, key: Path, master: mooncake_nodes.Master | None, segment: int
+) -> list[str]:
+    """Of node ``i``'s store: the other nodes' stores, or Mooncake's ``master`` and ``segment`` bytes for it."""
+    if master is not None:
+        options = [f"--mooncake-master={master.address}", "--mooncake-trusted-network=true"]
+        return [*options, f"--mooncake-segment={segment}", "--mooncake-admission=all"]
+    others = ",".join(f"{net.addresses[j]}:{PORT}" for j in range(nodes) if j != i)
+    return [f"--nodes={others}", f"--node-listen={net.addresses[i]}:{PORT}", f"--cluster-key-file={key}"]
+
+
 class Node:
     """A store in a namespace, and this program's connection to it."""
 
@@ -131,20 +152,12 @@ class Cluster:
             self.master.start()
         key = folder / "key"
         ClusterKey.create(str(key))
-        self.nodes = [Node(folder / str(i), net.before(i), self._options(i, key)) for i in range(3)]
+        options = [store_options(net, 3, i, key, self.master, 6 * POOL) for i in range(3)]
+        self.nodes = [Node(folder / str(i), net.before(i), options[i]) for i in range(3)]
         for name in ("warm", "up"):  # connections
             self.write(self.nodes[0], block_hashes_of((4, name)))
             for node in self.nodes[1:]:
                 until(lambda node=node, name=name: node.find(block_hashes_of((4, name)))[0] == 4)
-
-    def _options(self, i: int, key: Path) -> list[str]:
-        if self.master is not None:
-            address = f"--mooncake-master={self.master.address}"
-            segment = f"--mooncake-segment={6 * POOL}"
-            return [address, "--mooncake-trusted-network=true", segment, "--mooncake-admission=all"]
-        others = ",".join(f"{self.net.addresses[j]}:{PORT}" for j in range(3) if j != i)
-        listen = f"--node-listen={self.net.addresses[i]}:{PORT}"
-        return [f"--nodes={others}", listen, f"--cluster-key-file={key}"]
 
     def write(self, node: Node, block_hashes: bytes) -> None:
         """Until others can find it."""
@@ -249,13 +262,9 @@ def master_faults(cluster: Cluster) -> dict[str, dict[str, float | int | None]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kinds", nargs="+", default=["nodes", "mooncake"], choices=["nodes", "mooncake"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--faults", nargs="*", default=list(FAULTS), choices=FAULTS)
-    parser.add_argument("--out", type=Path)
-    asked = parser.parse_args()
-    if reason := netns.why_not() or ("mooncake" in asked.kinds and mooncake_nodes.why_not()):
-        sys.exit(reason)
+    asked = parse(parser)
     results = {}
     for kind in asked.kinds:
         with tempfile.TemporaryDirectory() as folder, netns.NetnsStar(3) as net:
