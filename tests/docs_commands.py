@@ -340,8 +340,13 @@ class Checker:
 
     def _helm(self, words: list[str]) -> None:
         """Rendered with the values that it sets, where helm is installed."""
-        assert words[0] in ("install", "upgrade"), words
+        assert words[0] in ("install", "upgrade", "repo"), words
+        if words[0] == "repo":
+            return
         release, chart = words[1:3]
+        if chart == "vllm/vllm-stack":  # another project's: test_production_stack.py renders it
+            assert (ROOT / words[words.index("-f") + 1]).exists(), words
+            return
         assert (ROOT / chart / "Chart.yaml").exists(), f"there is no chart {chart}"
         helm = shutil.which("helm") or shutil.which("helm", path=str(Path(sys.prefix, "bin")))
         if helm is not None:
