@@ -144,11 +144,11 @@ def talk(a: Engine, number: int) -> Talk:
     messages = [{"role": "system", "content": SYSTEM}]
     for half in range(2):
         names = NAMES[HALF * half :][:HALF]
-        for question, reply in (
+        for said, reply in (
             (" ".join(f"The code for {name} is {codes[name]}." for name in names), f"Noted {len(names)} codes."),
             ("Read this file:\n" + python_file(10 * number + half, FUNCTIONS), "Done reading."),
         ):
-            messages += [{"role": "user", "content": question}, {"role": "assistant", "content": reply}]
+            messages += [{"role": "user", "content": said}, {"role": "assistant", "content": reply}]
     messages.append({"role": "user", "content": question(NAMES[0])})
     return Talk(messages, tokens_of(a.base_url, messages), codes)
 

@@ -1,4 +1,4 @@
-"""Imports that nothing else tries: of benchmarks, examples and tools, and of test files by their names."""
+"""What nothing else tries: imports and calls of benchmarks, examples and tools, and the names of test files."""
 
 import ast
 import importlib
@@ -28,3 +28,16 @@ def test_no_two_test_files_have_one_name(root):
     """Plain ``pytest`` collects all levels at once, and imports a test file by its name alone."""
     names = Counter(path.name for path in (root / "tests").glob("*/test_*.py"))
     assert [name for name, files in names.items() if files > 1] == []
+
+
+def test_benchmarks_examples_and_tools_call_functions_that_no_variable_hides(root):
+    hidden = []
+    for path in sorted(each for folder in FOLDERS for each in (root / folder).rglob("*.py")):
+        tree = ast.parse(path.read_text("utf-8"))
+        functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+        for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)):
+            names = [node for node in ast.walk(function) if isinstance(node, ast.Name)]
+            set_here = {name.id for name in names if isinstance(name.ctx, ast.Store)}
+            called = {node.func.id for node in ast.walk(function) if isinstance(node, ast.Call) and node.func in names}
+            hidden += [f"{path.name}: {function.name}: {name}" for name in set_here & called & functions]
+    assert hidden == []

@@ -169,7 +169,7 @@ class Service:
         """Kill the whole group at once, as a crash of the machine; returns when it is gone."""
         if self._process is None:
             return
-        deadline = time.monotonic() + 10.0
+        deadline = time.monotonic() + 30.0
         while members := group_members(self._process.pid):
             for pid in members:
                 _signal(pid, signal.SIGKILL)
