@@ -9,6 +9,7 @@ VARIABLE = "KVTIER_RAISING"  # names the control socket in the engine's environm
 # method and contained functions only.
 LEFT_OUT = {
     "containment.py", "vllm_compat/hooks/scheduler_lock.py:SchedulerLock.held.<locals>.holding",
+    "vllm_compat/hooks/idle_hook.py:EngineThread._install.<locals>.dummy",
     "vllm_compat/hooks/idle_hook.py:EngineThread._install.<locals>.notify",
     "vllm_compat/hooks/idle_hook.py:_looking.<locals>.looking",
     "vllm_compat/hooks/block_pool.py:BlockPool.around_reset.<locals>.reset_prefix_cache",

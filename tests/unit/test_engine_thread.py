@@ -1,9 +1,12 @@
 """Which of vLLM's schedulers is ours: in engines with a loop, without one, and within a MultiConnector."""
 
+import queue
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
+from support import Uncontained
 from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import init_none_hash
@@ -32,6 +35,7 @@ def engine(root, monkeypatch):
     """Makes engine cores without processes: vLLM's scheduler of an engine with these connectors and KV cache groups.
     Whatever is patched into vLLM's classes for them is taken out again."""
     monkeypatch.setattr(EngineCore, "add_request", EngineCore.add_request)
+    monkeypatch.setattr(EngineCore, "execute_dummy_batch", EngineCore.execute_dummy_batch)
     monkeypatch.setattr(EngineCoreProc, "_notify_idle_state_callbacks", EngineCoreProc._notify_idle_state_callbacks)
     made = []
 
@@ -99,6 +103,28 @@ def test_engine_thread_with_loop_finds_scheduler_when_idle(engine):
     proc.scheduler, proc._idle_state_callbacks = core.scheduler, []
     proc._notify_idle_state_callbacks()
     assert kvtier(core)._scheduler.engine_scheduler is core.scheduler
+
+
+def test_engine_thread_among_dummy_batches_does_what_is_due(engine):
+    """A rank without requests, whose group has some, never comes to the hook before its sleep."""
+    ran, batches, left = [], [], [False]
+    thread = EngineThread(lambda: ran.append(1), Uncontained())
+    proc = EngineCoreProc.__new__(EngineCoreProc)
+    proc.scheduler, proc.input_queue = Mock(has_requests=lambda: left[0], spec=["has_requests"]), queue.Queue()
+    proc.model_executor = SimpleNamespace(execute_dummy_batch=lambda: batches.append(len(ran)))
+
+    def dummy():
+        proc.execute_dummy_batch()
+        return len(ran)
+
+    assert [dummy(), dummy()] == [1, 1] and thread.scheduler is proc.scheduler
+    thread.wake()
+    assert [dummy(), dummy()] == [2, 2]
+    thread.look_at(proc)  # a request comes
+    left[0] = True  # it waits for a load
+    assert dummy() == 2
+    left[0] = False
+    assert [dummy(), dummy()] == [3, 3] and batches == [0, 1, 1, 2, 2, 2, 3]
 
 
 def test_engine_thread_error_is_not_retried_and_costs_no_request(engine, monkeypatch):

@@ -2,9 +2,10 @@
 
 vLLM does not call a connector while there are no requests. Its engine core (0.25.1 to 0.33) calls
 ``_notify_idle_state_callbacks`` before each wait on its input queue, and returns there after a WAKEUP message: this
-module wraps the former and sends the latter. vLLM's in-process mode has no such loop and nothing to wake: the next call
-of the scheduler does the work. Both kinds of engine core get requests by ``add_request``, where this module finds the
-scheduler that uses our connector, before the first request is scheduled.
+module wraps the former and sends the latter. A data-parallel rank without requests does not wait while others of its
+group have some, but runs dummy batches: after one of them this module does what is due. vLLM's in-process mode has no
+such loop and nothing to wake: the next call of the scheduler does the work. All kinds of engine core get requests by
+``add_request``, where this module finds the scheduler that uses our connector, before the first request is scheduled.
 """
 
 import functools
@@ -23,6 +24,7 @@ from vllm_kvtier.vllm_compat.probe.row import Feature
 logger = get_logger(__name__)
 
 _WRAPPED = "_kvtier_idle_hook"
+_DUMMY = "_kvtier_dummy_batch"
 _ADDING = "_kvtier_add_request"
 
 
@@ -37,7 +39,8 @@ def share_interpreter(seconds: float) -> None:
 
 
 class EngineThread:
-    """``on_idle`` runs on the scheduler thread whenever it is about to sleep, and after each ``wake``.
+    """``on_idle`` runs on the scheduler thread whenever it is about to sleep, and after each ``wake``; among dummy
+    batches, after the last request ended and after each ``wake``.
 
     ``connector``: ours; identifies the scheduler that uses it. ``on_scheduler`` is called with that scheduler once, on
     the scheduler thread.
@@ -55,6 +58,7 @@ class EngineThread:
         self._engine: Callable[[], Any] = lambda: None
         self._scheduler: Callable[[], Any] = lambda: None
         self._wakeup: Any = None
+        self._due = True  # among dummy batches ``on_idle`` is to run
         self._on_idle, self._connector, self._on_scheduler = on_idle, connector, on_scheduler
         self._contain = containment
         self.scheduler_lock = SchedulerLock(containment)
@@ -79,14 +83,31 @@ class EngineThread:
 
         setattr(notify, _WRAPPED, original)
         EngineCoreProc._notify_idle_state_callbacks = notify
+        run_dummy = getattr(EngineCore.execute_dummy_batch, _DUMMY, EngineCore.execute_dummy_batch)
+
+        def dummy(engine: Any, *args: Any, **kwargs: Any) -> Any:
+            result = run_dummy(engine, *args, **kwargs)
+            me._contain.attempt("idle among dummy batches", me._after_dummy, engine)
+            return result
+
+        setattr(dummy, _DUMMY, run_dummy)
+        EngineCore.execute_dummy_batch = dummy
+
+    def _after_dummy(self, engine: Any) -> None:
+        if engine.scheduler.has_requests():
+            self._due = True
+        elif self._due:
+            self._idle(engine)
 
     def _idle(self, engine: Any) -> None:
+        self._due = False
         self._engine = weakref.ref(engine)
         self._found(engine.scheduler)
         self.scheduler_lock.held(self._on_idle)()
 
     def look_at(self, engine: Any) -> None:
         """Scheduler thread, outside the scheduler lock: a request comes to this engine core."""
+        self._due = True
         if self._connector is not None and rollback.uses(engine.scheduler, self._connector):
             self._found(engine.scheduler)
 
@@ -99,6 +120,7 @@ class EngineThread:
 
     def wake(self) -> None:
         """Wake the scheduler thread. Any thread. Does nothing before the engine's loop runs or where there is none."""
+        self._due = True
         engine = self._engine()
         if engine is not None:
             engine.input_queue.put_nowait(self._wakeup)

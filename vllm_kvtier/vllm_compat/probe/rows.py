@@ -242,6 +242,11 @@ ROWS: tuple[Row, ...] = (
         trial=trials.idle_hook, tries="code",
     ),
     Row(
+        "dummy batches", Feature.IDLE, "a data-parallel rank runs them while only others have requests",
+        calls=((f"{_CORE}:EngineCore.execute_dummy_batch", 1, ()),),
+        names=(f"{_CORE}:EngineCore", "vllm.v1.core.sched.scheduler:Scheduler.has_requests"),
+    ),
+    Row(
         "requests of the engine core", Feature.IDLE, "each comes through this method, in any process",
         calls=((f"{_CORE}:EngineCore.add_request", 2, ()),),
     ),
