@@ -252,6 +252,7 @@ def assert_nothing_leaked(store: Store) -> None:
         pages = counts.pool_bytes // m.PAGE
         whole = client.store(block_hashes_of((pages - 1, "whole")))
         assert sorted(whole) == list(range(1, pages)), "every page can be had again"
+        client.ask(m.Clear(2))  # a namespace that has blocks takes none of another size
 
 
 @pytest.mark.parametrize("restarts", [False, True], ids=["clients die", "the server dies too"])
