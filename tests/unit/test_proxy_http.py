@@ -402,6 +402,7 @@ async def test_answers_beyond_the_bound_of_all_get_503(stream):
             reply = await c.chat("hello", stream=stream)
             assert reply.status_code == 503 and reply.headers["retry-after"] == "1"
             assert c.core.decode[0].healthy and not c.core.decode[0].outstanding
+            assert c.core.state()["counts"]["memory_full"] == 1
             c.d[0].text = lambda body, i: "short"
             assert (await c.chat("hello", stream=stream)).status_code == 200, "small answers are not counted"
         c.d[0].text = lambda body, i: "x" * 600_000

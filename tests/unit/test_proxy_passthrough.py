@@ -23,16 +23,20 @@ def extra(seen):
     return found
 
 
-@pytest.mark.parametrize("full", [False, True])
-async def test_answer_too_large_of_forwarded_request_makes_no_engine_unavailable(full):
+@pytest.mark.parametrize(
+    ("path", "full", "status"),
+    [("/v1/embeddings", False, 502), ("/v1/embeddings", True, 503), ("/v1/responses", True, 502)],
+)
+async def test_answer_too_large_of_forwarded_request_makes_no_engine_unavailable(path, full, status):
+    """A client does not send again what must not run twice."""
     async with Cluster(d=3, max_body_bytes=1 << 20, max_event_bytes=1 << 20, max_buffered_bytes=1 << 20) as c:
         for engine in c.d:
             engine.name = "D" * (1 << (17 if full else 20))  # in its answers
         with Held(c.core.answers) as others:
             others.resize((1 << 20) * full)
-            reply = await c.client.post("/v1/embeddings", json={"input": "a"})
-        assert reply.status_code == (503 if full else 502), reply.text
-        assert ("retry-after" in reply.headers) == full
+            reply = await c.client.post(path, json={"input": "a"})
+        assert reply.status_code == status, reply.text
+        assert ("retry-after" in reply.headers) == (status == 503)
         assert sum(len(engine.passed) for engine in c.d) == 1, "another engine's would be as large"
         assert all(engine.healthy and not engine.outstanding for engine in c.core.decode)
 

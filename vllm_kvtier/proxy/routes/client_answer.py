@@ -4,11 +4,8 @@ from collections.abc import AsyncIterator
 
 import msgspec
 
-from vllm_kvtier.logs import get_logger
-from vllm_kvtier.proxy.engines.engine import AnswersFull, AnswerTooLarge, EngineSlot, Reply
+from vllm_kvtier.proxy.engines.engine import EngineSlot, Reply
 from vllm_kvtier.proxy.messages import response_rewriter
-
-logger = get_logger(__name__)
 
 JSON = {"content-type": "application/json"}
 
@@ -73,15 +70,6 @@ def refusal(
 def memory_full() -> Answer:
     message = "The proxy holds as much of requests and answers as it may; the request can be sent again."
     return refusal(503, message, "overloaded_error", {"retry-after": "1"})
-
-
-def answer_too_large(failure: AnswerTooLarge) -> Answer:
-    """The answer of an engine was not read to its end, by a limit of the proxy."""
-    if isinstance(failure, AnswersFull):
-        logger.warning("kvtier: proxy: max_buffered_bytes is used up (%s); the client gets 503", failure)
-        return memory_full()
-    logger.warning("kvtier: proxy: an answer is too large (%s); the client gets 502", failure)
-    return refusal(502, "The answer is larger than the proxy allows; ask for less.", "upstream_error")
 
 
 def unavailable(message: str) -> Answer:

@@ -3,11 +3,14 @@
 import time
 from collections.abc import Callable
 
+from vllm_kvtier.logs import get_logger
 from vllm_kvtier.proxy.core import ProxyCore
-from vllm_kvtier.proxy.engines.engine import EngineSlot
+from vllm_kvtier.proxy.engines.engine import AnswersFull, AnswerTooLarge, EngineSlot
 from vllm_kvtier.proxy.messages.incoming_request import Incoming
-from vllm_kvtier.proxy.routes.client_answer import Answer, refusal
+from vllm_kvtier.proxy.routes.client_answer import Answer, memory_full, refusal
 from vllm_kvtier.proxy.routing.admission import Choice, QueueFull
+
+logger = get_logger(__name__)
 
 
 class EngineRequest:
@@ -30,6 +33,18 @@ class EngineRequest:
             waited = time.monotonic() - began
             self._core.metrics.waited(role, waited)
             self._trace["queued"] = self._trace.get("queued", 0.0) + waited
+
+    def _answer_too_large(self, failure: AnswerTooLarge, repeatable: bool = True) -> Answer:
+        """An engine's answer was not read to its end. ``repeatable``: the client may send the request again."""
+        if isinstance(failure, AnswersFull):
+            self._core.count("memory_full")
+            logger.warning("kvtier: proxy: max_buffered_bytes is used up (%s); the client gets an error", failure)
+            if repeatable:
+                return memory_full()
+            message = "The engine executed the request; the proxy had no memory for its answer."
+            return refusal(502, message, "overloaded_error")
+        logger.warning("kvtier: proxy: an answer is too large (%s); the client gets 502", failure)
+        return refusal(502, "The answer is larger than the proxy allows; ask for less.", "upstream_error")
 
     def _queue_full(self, error: QueueFull) -> Answer:
         self._core.count("too_busy")

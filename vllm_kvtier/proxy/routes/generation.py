@@ -34,14 +34,7 @@ from vllm_kvtier.proxy.messages import response_rewriter, sse
 from vllm_kvtier.proxy.messages.incoming_request import Incoming
 from vllm_kvtier.proxy.messages.request_bodies import ClientRequest
 from vllm_kvtier.proxy.messages.transfer_params import TransferParams, decode_only_params, find_params, prefill_params
-from vllm_kvtier.proxy.routes.client_answer import (
-    Answer,
-    answer_too_large,
-    forwarded,
-    forwarded_headers,
-    is_stream,
-    unavailable,
-)
+from vllm_kvtier.proxy.routes.client_answer import Answer, forwarded, forwarded_headers, is_stream, unavailable
 from vllm_kvtier.proxy.routes.engine_request import EngineRequest
 from vllm_kvtier.proxy.routing.admission import QueueFull
 from vllm_kvtier.proxy.routing.conversations import ConversationRoute, Holder, name_conversation
@@ -247,7 +240,7 @@ class Generation(EngineRequest):
                 if not done:
                     reply.close()
         except AnswerTooLarge as failure:
-            return True, answer_too_large(failure)
+            return True, self._answer_too_large(failure)
         except EngineFailure as failure:
             engine.mark_unavailable(str(failure))
             return False, None

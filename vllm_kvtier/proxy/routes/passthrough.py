@@ -27,7 +27,6 @@ from vllm_kvtier.proxy.messages.transfer_params import UNREADABLE
 from vllm_kvtier.proxy.routes.client_answer import (
     Answer,
     AnswerBroken,
-    answer_too_large,
     forwarded,
     forwarded_headers,
     is_stream,
@@ -196,7 +195,7 @@ class Passthrough(EngineRequest):
             try:
                 answer = await self._ask_one(engine, slot, body)
             except AnswerTooLarge as failure:
-                return answer_too_large(failure)
+                return self._answer_too_large(failure, self._idempotent)
             except EngineFailure as failure:
                 engine.mark_unavailable(str(failure))
                 if not (self._idempotent or failure.unreached):
