@@ -15,9 +15,9 @@ from s3_server import S3Server
 from support import eventually
 
 from vllm_kvtier.store.tiers.objects.object_client import ObjectClient
-from vllm_kvtier.store.tiers.objects.object_errors import Kind, Trouble
 from vllm_kvtier.store.tiers.objects.object_names import parse_url
 from vllm_kvtier.store.tiers.process import tier_process as tier_process_module
+from vllm_kvtier.store.tiers.request_pool import Kind, Trouble
 
 BUCKET = "kvblocks"
 needs_azurite = pytest.mark.skipif(COMMAND is None, reason="azurite-blob is not installed")

@@ -14,8 +14,9 @@ from proxy_authority import Authority
 
 from vllm_kvtier.store.tiers.objects import object_client
 from vllm_kvtier.store.tiers.objects.object_client import PART_BYTES, ObjectClient
-from vllm_kvtier.store.tiers.objects.object_errors import Kind, Trouble, explain
+from vllm_kvtier.store.tiers.objects.object_errors import explain
 from vllm_kvtier.store.tiers.objects.object_names import parse_url
+from vllm_kvtier.store.tiers.request_pool import Kind, Trouble
 
 KEY_ID, SECRET, TOKEN = "AKIAUNITTESTKEY", "unit/test/secret+of+forty+characters", "session-token-of-a-test"
 CLOUDS = ("s3://bucket/x", "gs://bucket/x", "az://bucket/x")

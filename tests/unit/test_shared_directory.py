@@ -6,9 +6,9 @@ import time
 import pytest
 
 from vllm_kvtier.store.tiers.objects import shared_directory
-from vllm_kvtier.store.tiers.objects.object_errors import Trouble
 from vllm_kvtier.store.tiers.objects.object_names import FORMAT, parse_url
 from vllm_kvtier.store.tiers.objects.shared_directory import LEFT_SECONDS, STAMP, TURN_SECONDS, SharedDirectory
+from vllm_kvtier.store.tiers.request_pool import Trouble
 
 SIZE = 1000
 

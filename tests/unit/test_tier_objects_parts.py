@@ -11,16 +11,15 @@ from store_support import NAMESPACE_ID, block_hashes_of
 from vllm_kvtier.errors import ConfigError
 from vllm_kvtier.store.index.types import HASH_BYTES
 from vllm_kvtier.store.protocol import GroupShape
-from vllm_kvtier.store.tiers.objects.object_errors import Trouble
 from vllm_kvtier.store.tiers.objects.object_names import ObjectLocation, check_endpoint, parse_url, store_digest
-from vllm_kvtier.store.tiers.objects.prefix_search import (
+from vllm_kvtier.store.tiers.prefix_search import (
     FIRST_ROUND_REQUESTS,
     MAX_ROUNDS,
     ROUND_REQUESTS,
     Prefix,
     search,
 )
-from vllm_kvtier.store.tiers.objects.request_pool import Job, Lane, Presence
+from vllm_kvtier.store.tiers.request_pool import Job, Lane, Presence, Trouble
 
 KEY_ID, SECRET = "AKIAUNITTESTKEY", "unit/test/secret+of+forty+characters"
 

@@ -12,10 +12,9 @@ from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.store.index.types import ZERO
 from vllm_kvtier.store.protocol import GroupShape
 from vllm_kvtier.store.tiers.objects import process as object_mover
-from vllm_kvtier.store.tiers.objects.object_errors import Kind, Trouble
 from vllm_kvtier.store.tiers.objects.object_names import FORMAT, ObjectLocation
-from vllm_kvtier.store.tiers.objects.request_pool import RequestPool
 from vllm_kvtier.store.tiers.process import protocol as m
+from vllm_kvtier.store.tiers.request_pool import Kind, RequestPool, Trouble
 from vllm_kvtier.wire.slots import PAGE
 
 PLACE = ObjectLocation("bucket", "x")

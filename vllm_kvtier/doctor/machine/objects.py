@@ -29,7 +29,7 @@ def objects(url: str, endpoint: str, region: str, size: int, mounts: Path = Path
         from vllm_kvtier.store.tiers.objects.object_client import ObjectClient
     except ImportError as error:
         return [fail(name, str(error), "pip install 'vllm-kvtier[object]'")]
-    from vllm_kvtier.store.tiers.objects.object_errors import Kind, Trouble
+    from vllm_kvtier.store.tiers.request_pool import Kind, Trouble
 
     try:
         client = ObjectClient(location, endpoint, region, _TIMEOUT, _SECONDS)
@@ -44,7 +44,7 @@ def objects(url: str, endpoint: str, region: str, size: int, mounts: Path = Path
 
 def _round_trip(name: str, client) -> Check:
     """Raises Trouble."""
-    from vllm_kvtier.store.tiers.objects.object_errors import Kind, Trouble
+    from vllm_kvtier.store.tiers.request_pool import Kind, Trouble
 
     try:
         marker, used = client.read(client.location.marker, 2 * len(FORMAT)), "blocks of this version are there"

@@ -19,10 +19,10 @@ from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.store.tiers.mooncake.client import HARMLESS, Client, Code, MooncakeClient, key_of
 from vllm_kvtier.store.tiers.mooncake.connection import Connect, MasterConnection, slots_of
 from vllm_kvtier.store.tiers.mooncake.options import MooncakeOptions
-from vllm_kvtier.store.tiers.objects.prefix_search import Name, Prefix, end_of, names_by_position
-from vllm_kvtier.store.tiers.objects.request_pool import RequestPool
+from vllm_kvtier.store.tiers.prefix_search import Name, Prefix, end_of, names_by_position
 from vllm_kvtier.store.tiers.process import protocol as m
 from vllm_kvtier.store.tiers.process.main import TierProcessMain
+from vllm_kvtier.store.tiers.request_pool import RequestPool
 from vllm_kvtier.wire.reactor import Timer
 
 LOOK_SECONDS = 1.0  # of a lookup; then the master has failed

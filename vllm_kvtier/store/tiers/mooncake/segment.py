@@ -11,9 +11,9 @@ from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.store.tiers.mooncake.client import Client, Code, MooncakeClient, key_of
 from vllm_kvtier.store.tiers.mooncake.connection import Connect, MasterConnection, slots_of
 from vllm_kvtier.store.tiers.mooncake.options import MooncakeOptions
-from vllm_kvtier.store.tiers.objects.request_pool import RequestPool
 from vllm_kvtier.store.tiers.process import protocol as m
 from vllm_kvtier.store.tiers.process.main import TierProcessMain
+from vllm_kvtier.store.tiers.request_pool import RequestPool
 
 WriteResult = tuple[list[bool], str]  # by block whether it is stored; why the cluster accepts no more, or ""
 

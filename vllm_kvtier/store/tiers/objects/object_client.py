@@ -18,8 +18,9 @@ try:
 except ImportError as error:
     raise ImportError(f"{error}; `pip install vllm-kvtier[object]`") from error
 
-from vllm_kvtier.store.tiers.objects.object_errors import Kind, Trouble, explain
+from vllm_kvtier.store.tiers.objects.object_errors import explain
 from vllm_kvtier.store.tiers.objects.object_names import ObjectLocation
+from vllm_kvtier.store.tiers.request_pool import Kind, Trouble
 
 T = TypeVar("T")
 

@@ -4,30 +4,12 @@ obstore's exceptions have URLs and whole answers of servers, over many lines. Th
 message is made from the server's error code, the HTTP status or the errno in it.
 """
 
-import enum
 import errno
 import os
 import re
 
-from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.store.tiers.objects.object_names import CREDENTIALS, ObjectLocation
-
-
-class Kind(enum.Enum):
-    ABSENT = "absent"  # no such object
-    FORBIDDEN = "forbidden"  # or absent, if the bucket may not be listed
-    DENIED = "denied"  # credentials are missing, wrong or expired
-    FULL = "full"  # no room for another object
-    FAILED = "failed"  # anything else
-
-
-class Trouble(KVTierError):
-    """A failed request; its text may be logged."""
-
-    def __init__(self, text: str, kind: Kind = Kind.FAILED):
-        super().__init__(text)
-        self.kind = kind
-
+from vllm_kvtier.store.tiers.request_pool import Kind, Trouble
 
 _CODES = {  # of S3, Google and Azure
     "AccessDenied": (Kind.FORBIDDEN, "access denied: the credentials lack the right to do this"),

@@ -20,13 +20,12 @@ from functools import partial
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.logs import get_logger
 from vllm_kvtier.store.tiers.objects.object_client import ObjectClient
-from vllm_kvtier.store.tiers.objects.object_errors import Kind, Trouble
 from vllm_kvtier.store.tiers.objects.object_names import FORMAT, check_endpoint, parse_url
-from vllm_kvtier.store.tiers.objects.prefix_search import Name, Prefix, search
-from vllm_kvtier.store.tiers.objects.request_pool import Done, Job, Lane, Presence, RequestPool
 from vllm_kvtier.store.tiers.objects.shared_directory import SCAN_SECONDS, SharedDirectory
+from vllm_kvtier.store.tiers.prefix_search import Name, Prefix, search
 from vllm_kvtier.store.tiers.process import protocol as m
 from vllm_kvtier.store.tiers.process.main import TierProcessMain
+from vllm_kvtier.store.tiers.request_pool import Done, Job, Kind, Lane, Presence, RequestPool, Trouble
 from vllm_kvtier.wire.reactor import Timer
 from vllm_kvtier.wire.slots import PAGE
 

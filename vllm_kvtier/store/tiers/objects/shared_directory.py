@@ -19,8 +19,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from vllm_kvtier.store.tiers.objects.object_errors import Trouble
 from vllm_kvtier.store.tiers.objects.object_names import ObjectLocation
+from vllm_kvtier.store.tiers.request_pool import Trouble
 
 SCAN_SECONDS = 30.0
 WRITTEN_SHARE = 0.02  # of the size

@@ -1,12 +1,30 @@
-"""Blocking requests on threads, and the scheduling of many blocks, for the object tier's process."""
+"""Blocking requests on threads, and the scheduling of many blocks, for processes of tiers that make them."""
 
+import enum
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from vllm_kvtier.store.tiers.objects.object_errors import Trouble
+from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.store.tiers.process.main import TierProcessMain
+
+
+class Kind(enum.Enum):
+    ABSENT = "absent"  # no such object
+    FORBIDDEN = "forbidden"  # or absent, if the bucket may not be listed
+    DENIED = "denied"  # credentials are missing, wrong or expired
+    FULL = "full"  # no room for another object
+    FAILED = "failed"  # anything else
+
+
+class Trouble(KVTierError):
+    """A failed request; its text may be logged."""
+
+    def __init__(self, text: str, kind: Kind = Kind.FAILED):
+        super().__init__(text)
+        self.kind = kind
+
 
 Done = Callable[[Trouble | None], None]
 
