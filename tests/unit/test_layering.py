@@ -1,6 +1,7 @@
 """The layers of the package: what each part may import. The tables are the layout; a new package is a new row."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,7 @@ FREE = {"", "cache_kinds", "errors", "ewma", "logs", "renamed", "fingerprint", "
 
 # (importer, imported): packages or modules, without what is below ``vllm_kvtier``, that must not meet.
 FORBIDDEN = [
+    ("scheduler.matching", "scheduler.offload"),
     ("scheduler.planner", "scheduler.sources"),
     ("scheduler.planner", "scheduler.leases"),
     ("scheduler.planner", "scheduler.offload"),
@@ -70,8 +72,14 @@ FORBIDDEN = [
     *(("worker.device", f"worker.{part}") for part in (
         "store", "remote_store", "peer_fetch", "nixl_pull", "integrity", "copy",
     )),
-    ("worker.store", "worker.peer_fetch"),
-    ("worker.store", "worker.nixl_pull"),
+    *((f"worker.{part}", f"worker.{other}") for part in ("store", "integrity") for other in (
+        "remote_store", "peer_fetch", "nixl_pull", "device",
+    )),
+    ("worker.integrity", "worker.store"),
+    *((f"worker.{part}", f"worker.{other}") for part in ("nixl_pull", "peer_fetch") for other in (
+        "store", "remote_store",
+    )),
+    ("worker.remote_store", "worker.peer_fetch"),
     *(("worker", f"vllm_compat.{part}") for part in (  # what the probe grants is all that it asks there
         "hooks", "layout", "engine_info", "connector_types", "namespace", "requests",
     )),
@@ -89,9 +97,13 @@ FORBIDDEN = [
     ("store.index", "store.tiers"),
     ("store.eviction", "store.server"),
     ("store.eviction", "store.memory"),
+    ("store.eviction", "store.tiers"),
     ("store.memory", "store.server"),
     ("store.tiers", "store.server"),
     ("store.tiers", "store.client"),
+    ("store.server", "store.client"),
+    *((f"store.tiers.{part}", f"store.tiers.{other}") for part in ("disk", "objects", "nodes", "mooncake", "process")
+      for other in ("disk", "objects", "nodes", "mooncake") if part != other),
     *(("proxy.messages", f"proxy.{part}") for part in ("engines", "routing", "routes", "core", "app")),
     *(("proxy.engines", f"proxy.{part}") for part in ("routing", "routes", "core", "app")),
     *(("proxy.routing", f"proxy.{part}") for part in ("routes", "core", "app")),
@@ -225,6 +237,17 @@ def test_layering_every_package_has_a_docstring():
         name
         for name in packages
         if name not in MODULES or not ast.get_docstring(ast.parse(MODULES[name].read_text("utf-8")))
+    ]
+    assert without == []
+
+
+def test_layering_docstrings_of_sides_and_store_have_thread_and_imports():
+    without = [
+        f"{name}: {what}"
+        for name, path in MODULES.items()
+        if path.name == "__init__.py" and name.split(".")[0] in ("scheduler", "worker", "store")
+        for what in ("thread|process", "[Ii]mport")
+        if not re.search(what, ast.get_docstring(ast.parse(path.read_text("utf-8"))) or "")
     ]
     assert without == []
 

@@ -3,4 +3,5 @@
 ``scheduler.wiring`` has the order of the sources (its list ``sources``); matching walks that list.
 
 On vLLM's scheduler thread; nothing here blocks, except for the bounded waits of ``source_selector``.
+Does not import ``offload`` or ``admin``.
 """

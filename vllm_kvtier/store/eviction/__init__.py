@@ -1,4 +1,7 @@
-"""Eviction policies by name. The default has the best hit rate on recorded conversations: benchmarks/policies.py."""
+"""Eviction policies by name. The default has the best hit rate on recorded conversations: benchmarks/policies.py.
+
+On the server's reactor thread. Do not import ``server``, ``memory`` or ``tiers``.
+"""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
 """Copiers between the KV cache and slots of a store: ``base`` is the contract and selects one for a device.
 
-Thread-safe only under their caller's lock; never wait for the device. Import no queue, no connection and no vLLM.
+On any thread, under their caller's lock; never wait for the device. Import no queue, no connection and no vLLM.
 """
