@@ -84,7 +84,8 @@ def _digests(files: list[Path]) -> list[str]:
     left: queue.SimpleQueue[tuple[int, Path]] = queue.SimpleQueue()
     for each in enumerate(files):
         left.put(each)
-    found, errors = [""] * len(files), []
+    found = [""] * len(files)
+    errors: list[Exception] = []
 
     def work() -> None:
         try:
@@ -204,7 +205,8 @@ def _gguf(stream: BinaryIO, size: int) -> list[Span]:
     begins."""
 
     def number(form: str) -> int:
-        return struct.unpack("<" + form, stream.read(struct.calcsize(form)))[0]
+        value: int = struct.unpack("<" + form, stream.read(struct.calcsize(form)))[0]
+        return value
 
     def skip(nbytes: int) -> None:
         if stream.tell() + nbytes > size:
