@@ -71,7 +71,10 @@ class Reloader:
         try:
             await self.reload()
         except ConfigError as error:
-            logger.error("kvtier: proxy: reload failed (%s); the old configuration stays in force", error)
+            # No traceback: the error is the file's.
+            logger.error(  # noqa: TRY400
+                "kvtier: proxy: reload failed (%s); the old configuration stays in force", error
+            )
 
     def _in_background(self) -> None:
         self._keep(self._reload_or_log())

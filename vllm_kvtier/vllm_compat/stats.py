@@ -1,5 +1,6 @@
 """Our counters as vLLM's connector stats: its periodic log line and its Prometheus endpoint."""
 
+import functools
 from typing import Any
 
 from prometheus_client import Counter as PrometheusCounter
@@ -23,7 +24,9 @@ _ERRORS = (
 )  # fmt: skip
 
 
-_logged_unreadable = False
+@functools.cache
+def _log_unreadable() -> None:
+    logger.exception("kvtier: stats: the log line could not be computed; it stays empty (logged once)")
 
 
 class KVTierStats(KVConnectorStats):
@@ -41,10 +44,7 @@ class KVTierStats(KVConnectorStats):
         try:
             return self._essentials()
         except Exception:
-            global _logged_unreadable
-            if not _logged_unreadable:
-                _logged_unreadable = True
-                logger.exception("kvtier: stats: the log line could not be computed; it stays empty (logged once)")
+            _log_unreadable()
             return {}
 
     def _essentials(self) -> dict[str, int | float]:

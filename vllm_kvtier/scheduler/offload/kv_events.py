@@ -154,7 +154,7 @@ class Events:
         before = self._view.pop(namespace_id, None)
         if before:
             # No generator: that would be closed with the one in ``_next``, when a part of it has been taken.
-            self._sweeps.append(map(lambda key: ((namespace_id, key), False), before))
+            self._sweeps.append(map(lambda key: ((namespace_id, key), False), before))  # noqa: C417
 
     def _look(self) -> None:
         with self._lock:

@@ -12,7 +12,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from vllm_kvtier.containment import Containment
 from vllm_kvtier.logs import get_logger
@@ -46,7 +46,7 @@ class EngineThread:
     the scheduler thread.
     """
 
-    _all: "weakref.WeakSet[EngineThread]" = weakref.WeakSet()  # of this process, which may have several engines
+    _all: ClassVar["weakref.WeakSet[EngineThread]"] = weakref.WeakSet()  # of this process, which may have several
 
     def __init__(
         self,
