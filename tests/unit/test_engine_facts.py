@@ -20,9 +20,8 @@ from vllm.v1.kv_cache_interface import (
 
 from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.connector import KVTierConnector
-from vllm_kvtier.vllm_compat import engine_info as module
 from vllm_kvtier.vllm_compat.engine_info import _whole_prompts, engine_info
-from vllm_kvtier.vllm_compat.probe import trials
+from vllm_kvtier.vllm_compat.probe import features, trials
 
 BLOCK = 32
 SHAPE = dict(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
@@ -165,8 +164,11 @@ def test_engine_info_of_states_needs_a_release_that_stops_at_the_end_of_a_block(
     """vLLM 0.25.1 computes past it from within a block, and names the state of another length as that of the block."""
     state = MambaSpec(block_size=BLOCK, shapes=((2, 4),), dtypes=(torch.float32,), mamba_cache_mode="align")
     for release, refused in (((0, 31, 0), True), ((0, 32, 0), False)):
-        monkeypatch.setattr(module, "check_supported", lambda release=release: release)
-        assert bool(engine_info(configure(), cache(FULL, state)).unsupported) is refused
+        monkeypatch.setattr(features, "release", lambda release=release: release)
+        monkeypatch.setattr(features, "_results", {})
+        why = engine_info(configure(), cache(FULL, state)).unsupported
+        assert ("layout of states: it needs vLLM 0.32.0 or later" in why) if refused else (why is None)
+        assert not refused or not features.granted(features.Feature.LOCAL_HITS)
         assert not engine_info(configure(), cache(FULL)).unsupported
 
 

@@ -14,14 +14,10 @@ from vllm_kvtier.vllm_compat.layout.kv_layout import refuse_parallelism
 from vllm_kvtier.vllm_compat.probe import trials
 from vllm_kvtier.vllm_compat.probe.features import granted, refused, value
 from vllm_kvtier.vllm_compat.probe.row import Feature
-from vllm_kvtier.vllm_compat.version import check_supported, installed_version
+from vllm_kvtier.vllm_compat.version import installed_version
 from vllm_kvtier.wire.messages import Namespace
 
 BlockIds = tuple[list[int], ...]  # by group
-
-# vLLM 0.25.1 computes from a state within a block on without a stop at the block's end, and then names states wrongly
-# in its prefix cache (``Scheduler._mamba_block_aligned_split``). Models with states were tried from this release on.
-STATES_SINCE = (0, 32, 0)
 
 
 @dataclass
@@ -176,12 +172,7 @@ def _unsupported(vllm_config: Any, kv_cache_config: Any) -> str | None:
     except UnsupportedLayout as error:
         return f"{error}: KV is neither pulled, stored nor loaded"
     if not all(group.kind.by_position for group in groups) and not granted(Feature.STATES):
-        return f"the layout of states is not known ({refused(Feature.STATES)}): KV is neither pulled, stored nor loaded"
-    if not all(group.kind.by_position for group in groups) and check_supported() < STATES_SINCE:
-        return (
-            f"recurrent states need vLLM {'.'.join(map(str, STATES_SINCE))} or later (this is {installed_version()}): "
-            f"KV is neither pulled, stored nor loaded"
-        )
+        return f"states are not supported ({refused(Feature.STATES)}): KV is neither pulled, stored nor loaded"
     whole = all(group.kind.whole_prefix for group in groups)
     by_request = len(kv_cache_config.kv_cache_groups) > 1 or not whole or not _supports_partial_prefix(vllm_config)
     if by_request and not granted(Feature.GROUPS):

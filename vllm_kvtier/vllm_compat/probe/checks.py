@@ -14,7 +14,7 @@ class Unmet(Exception):
 
 
 class NotHere(Unmet):
-    """The row's subject is not installed on this machine, and need not be."""
+    """The row's subject is not installed on this machine or does not work in this version, and need not."""
 
 
 def find(path: str) -> Any:

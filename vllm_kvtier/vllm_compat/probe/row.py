@@ -71,6 +71,7 @@ class Row:
     tries: str = "behaviour"  # the subject of ``trial``: that, or only "signature", "fields" or "code"
     since: Release | None = None  # older versions lack it
     until: Release | None = None  # this version and later ones lack it
+    works_since: Release | None = None  # older versions may have it, but it is wrong or untried there
     late: bool = False  # checked when it is first needed: it takes seconds to import, and not every worker needs it
 
     @property
@@ -92,6 +93,8 @@ class Row:
 
     def check(self, release: Release) -> None:
         """Raises Unmet."""
+        if self.works_since is not None and release < self.works_since:
+            raise checks.NotHere(f"it needs vLLM {'.'.join(map(str, self.works_since))} or later")
         for path in self.names:
             checks.find(path)
         for path, positional, keywords in self.calls:
