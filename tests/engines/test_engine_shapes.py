@@ -11,9 +11,11 @@ from typing import NamedTuple
 
 import model_shapes
 import pytest
+import tiny_models
 from engine_client import Driver, driving, random_tokens, with_sources
 from engine_fixtures import ENGINE_FLAGS, SHORT, TESTS_ON_PATH, start_missing
 from faults import VARIABLE, FaultFile
+from test_cache_kinds_engines import KINDS
 from test_node_store_models import off
 
 from vllm_kvtier.devtools.engines import Engine, kvtier
@@ -128,6 +130,32 @@ async def test_handoff_of_other_kinds_of_cache_between_unequal_sizes(make_engine
                     assert off(answers[0], other, TOLERANCE) < TOLERANCE, (p.name, length)
             path = {("hybrid", "auto"): "mapped"}.get((kind, pulls), "staged")
             assert await transfers(driver, d, path) == 6 and await failures(driver, d) == 0
+        await driver.until_idle(one, two)
+
+
+@pytest.mark.parametrize("pulls", ["auto", "nixl"])
+@pytest.mark.parametrize("kind", ["gdn", "mamba2"])
+async def test_handoff_of_states_between_unequal_sizes(make_engine, model_path, log_dir, kind, pulls):
+    """Each rank has the states of its own heads. Short convolutions: the tiny model has one head of attention, which
+    vLLM does not divide, see ``test_state_slices``."""
+    shape = KINDS[kind]
+    model = tiny_models.build(kind, log_dir / "models" / f"{kind}-{pulls}", model_path)
+    extra = {**SHORT, "lookup_timeout": 10.0, "handshake_timeout": 10.0, "handoff_seconds": 30.0, "lease_seconds": 10.0}
+    extra |= {"same_node_pulls": pulls, "pull_threshold": 1}
+    flags = {"model": model, "block_size": shape.block, "args": shape.flags}
+    one = make_engine("one", extra, **flags)
+    two = make_engine("two", extra, tensor_parallel=2, **flags)
+    start_missing([one, two])
+    async with driving(one) as driver:
+        for p, d in ((one, two), (two, one)):
+            for length in (shape.block // 2, shape.block + 30, 2 * shape.block + 1):
+                prompt = random_tokens(random.Random(f"{kind} {p.name} {length}"), length)
+                _, reply = await driver.hand_off(p, d, prompt, 8, cache_salt="a")
+                assert reply.pulled == length - 1, reply.report
+                want = await driver.ask(d, prompt, 8, cache_salt="b")
+                assert off(reply, want, shape.rounding) < shape.rounding, (p.name, length)
+            path = {"auto": "mapped", "nixl": "staged"}[pulls]
+            assert await transfers(driver, d, path) == 3 and await failures(driver, d) == 0
         await driver.until_idle(one, two)
 
 

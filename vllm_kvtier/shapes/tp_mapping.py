@@ -17,13 +17,16 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from vllm_kvtier.errors import KVTierError
-from vllm_kvtier.wire.geometry import GroupView, Region
+from vllm_kvtier.wire.geometry import GroupView, Region, same_words
 from vllm_kvtier.wire.messages import HeadRange, RankInfo, Shared
 
 _WORD = 4  # checksums count words of 4 or 8 bytes
 _MAX_STEPS = 1 << 32  # outer indices or cells of a page, tokens of a cell: larger numbers are malformed
 _MAX_RATIO = 64  # of two block sizes
+_MAX_RUNS = 64  # of a state
 _MAX_BLOCK_BYTES = 256 << 20  # of a block on one rank, as in the node store
 
 
@@ -175,6 +178,11 @@ def _group_parts(
     if len({(r.layer, r.first_token) for r in mine.regions}) != len(mine.regions):
         raise KVTierError(f"two parts of KV cache group {mine.group} here have the same name")
     others = [(info, *_same_group(mine, info)) for info in theirs]
+    if any(region.runs for region in mine.regions):
+        same = [each for each in others if each[2] == our_heads and _divided_alike(mine, each[1])]
+        if not same and {our_heads.of} == {range_.of for _, _, range_ in others}:
+            mine, others = _by_shares(mine), [(info, _by_shares(group), range_) for info, group, range_ in others]
+        others = same or others
     kind_of_split = {our_heads.of} | {range_.of for _, _, range_ in others}
     if len(kind_of_split) > 1 or our_heads.of == 0:
         others = [each for each in others if each[0].rank == rank and each[2] == our_heads]
@@ -200,6 +208,35 @@ def _group_parts(
                 identical = size == mine.block_tokens and _has_identical_layout(mine, regions)
                 yield info, SourceGroup(mine.group, tuple(regions), identical, shift)
         _refuse_missing(mine, wanted, [group for _, group, _ in others], shift)
+
+
+def _divided_alike(mine: GroupView, theirs: GroupView) -> bool:
+    return [(r.shares, r.runs) for r in mine.regions] == [(r.shares, r.runs) for r in theirs.regions]
+
+
+def _by_shares(group: GroupView) -> GroupView:
+    """The group with a region for each run of its states, whose outer dimension is their shares. Words are in the same
+    order and of the same size, so that checksums are the same."""
+    regions: list[Region] = []
+    for r in group.regions:
+        pieces = [nbytes // r.shares if r.shares > 0 else 0 for _, nbytes in r.runs]
+        if (
+            (r.outer, r.tokens) != (1, 1)
+            or not 0 < len(pieces) <= _MAX_RUNS
+            or r.inner != r.shares * sum(pieces)
+            or not all(n > 0 and same_words(n, r.inner) for n in pieces)
+        ):
+            raise KVTierError(f"layer {r.layer}: it is unknown how ranks divide its state")
+        at = r.base
+        for (name, _), piece in zip(r.runs, pieces, strict=True):
+            regions.append(
+                msgspec.structs.replace(
+                    r, layer=f"{r.layer} ({name})", base=at, outer=r.shares, outer_stride=piece if r.shares > 1 else 0,
+                    inner=piece, packing="", shares=0, runs=(),
+                )
+            )  # fmt: skip
+            at += r.shares * piece
+    return msgspec.structs.replace(group, regions=tuple(regions))
 
 
 def _shifts(mine: int, theirs: int) -> range:

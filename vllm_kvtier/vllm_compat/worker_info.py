@@ -80,7 +80,7 @@ def shards(vllm_config: Any, kinds: list[str], rank: int) -> tuple[int, ...]:
 
 def heads(vllm_config: Any, groups: Sequence[GroupView], rank: int) -> tuple[HeadRange, ...]:
     """By group, the KV heads in its pages on this rank; unknown (``of`` 0) if the number of heads in a page does not
-    match the model's: several heads in one cell, or layers with a number of their own."""
+    match the model's: several heads in one cell, or layers with a number of their own. Of states, their shares."""
     size = vllm_config.parallel_config.tensor_parallel_size
     position = rank % size
     total = _total_kv_heads(vllm_config)
@@ -98,6 +98,10 @@ def heads(vllm_config: Any, groups: Sequence[GroupView], rank: int) -> tuple[Hea
         split = group.cache_kind.split
         if split is Split.COPIES:
             return HeadRange(0, 1) if outer == {1} else unknown
+        if split is Split.RANKS:
+            shares = group.regions[0].shares
+            known = shares > 0 and all(region.shares == shares for region in group.regions)
+            return HeadRange(position * shares, size * shares) if known else unknown
         return HeadRange(first, total) if split is Split.HEADS and outer == {count} else unknown
 
     return tuple(of(group) for group in groups)

@@ -39,6 +39,10 @@ class Region(msgspec.Struct, frozen=True):
 
     ``separable``: a reader with the same ``packing`` knows which numbers of a cell belong to which token
     (``CacheView.token_layout``), also in cells of another number of tokens.
+
+    ``shares`` and ``runs``: how tensor parallelism divides a recurrent state. Its bytes are the runs (what they mean,
+    bytes), one after another; each run is ``shares`` equal pieces, and piece ``u`` of all runs is on one rank, as a KV
+    head is. 0 and (): unknown.
     """
 
     layer: str
@@ -55,6 +59,8 @@ class Region(msgspec.Struct, frozen=True):
     dtype: str = ""
     fields: tuple[Field, ...] = ()
     separable: bool = False
+    shares: int = 0
+    runs: tuple[tuple[str, int], ...] = ()
 
     @property
     def block_bytes(self) -> int:
@@ -77,6 +83,11 @@ class Region(msgspec.Struct, frozen=True):
     def page_extent(self) -> int:
         """Bytes from the first to the last byte of one page, gaps included."""
         return (self.outer - 1) * self.outer_stride + (self.tokens - 1) * self.token_stride + self.inner
+
+
+def same_words(nbytes: int, whole: int) -> bool:
+    """Whether checksums count words of one size in cells of ``nbytes`` and of ``whole`` bytes."""
+    return nbytes % 4 == 0 and (nbytes % 8 == 0) == (whole % 8 == 0)
 
 
 class GroupView(msgspec.Struct, frozen=True):

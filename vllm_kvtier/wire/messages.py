@@ -68,7 +68,8 @@ class Namespace(msgspec.Struct, frozen=True):
 class HeadRange(msgspec.Struct, frozen=True):
     """The KV heads of a group on a rank: outer index ``o`` of its regions is head ``first + o`` of ``of``.
 
-    MLA's latent is 0 of 1 on every rank. ``of`` 0: unknown; then only ranks with an equal HeadRange match.
+    MLA's latent is 0 of 1 on every rank. Of recurrent states, ``Region.shares`` are counted. ``of`` 0: unknown; then
+    only ranks with an equal HeadRange match.
     """
 
     first: Count
