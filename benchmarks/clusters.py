@@ -5,7 +5,8 @@
 Each node is a whole store process; this program is its engine, with blocks of 1 MiB. What a lookup returns is compared
 with what was written. Needs root, for the namespaces, and for ``mooncake`` its package. A few minutes.
 
-* load: time from the lookup until a prefix that only another node has is in the node's memory, and the rate.
+* load: time from the lookup until a prefix that only another node has is in the node's memory, and the rate. ``plain``:
+  as many bytes over one TCP connection between two of the nodes, and nothing else (``plain_socket.py``).
 * fault: of 15 s or more, on the first node, which has a prefix alone (``single``) and another one that the second node
   has read (``shared``). The third node looks the shared one up: ``answer``, when the first lookup returns; ``whole``,
   when all of it is found; ``other``, the longest lookup of something unknown meanwhile; ``healed``, after the fault's
@@ -17,6 +18,7 @@ import json
 import os
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -37,6 +39,7 @@ from vllm_kvtier.wire.auth import ClusterKey
 PAGES, POOL = 256, 256 << 20  # of a block; bytes of a store
 BLOCK = PAGES * m.PAGE
 PREFIX = 64  # blocks
+LOADS = (4, 16, PREFIX)  # blocks
 PORT = 7300
 WAIT = 20.0  # seconds that a lookup waits for a promotion; 30 are an engine's default
 GIVE_UP = 40.0
@@ -187,7 +190,7 @@ class Cluster:
 def loads(cluster: Cluster, rounds: int) -> dict[int, dict[str, float]]:
     first, _, third = cluster.nodes
     result = {}
-    for count in (4, 16, PREFIX):
+    for count in LOADS:
         seconds = []
         for i in range(rounds):
             first.forget(), third.forget()
@@ -196,9 +199,28 @@ def loads(cluster: Cluster, rounds: int) -> dict[int, dict[str, float]]:
             found, took = third.find(block_hashes)
             assert found == count, f"{found} of {count}"
             seconds.append(took)
-        median = statistics.median(seconds)
-        result[count] = {"ms": round(1e3 * median, 1), "GB/s": round(count * BLOCK / median / 1e9, 2)}
+        result[count] = shown(count, statistics.median(seconds))
     return result
+
+
+def shown(count: int, seconds: float) -> dict[str, float]:
+    return {"ms": round(1e3 * seconds, 1), "GB/s": round(count * BLOCK / seconds / 1e9, 2)}
+
+
+def plain_copies(net: netns.NetnsStar, rounds: int) -> dict[int, dict[str, float]]:
+    """From the first node to the third."""
+    program = [sys.executable, str(Path(__file__).with_name("plain_socket.py"))]
+    where = f"{net.addresses[0]}:{PORT}"
+    sender = subprocess.Popen([*net.before(0), *program, "send", where], stdout=subprocess.PIPE, text=True)
+    try:
+        assert sender.stdout.readline() == "listens\n"
+        sizes = [str(count * BLOCK) for count in LOADS]
+        reader = [*net.before(2), *program, "receive", where, str(rounds), *sizes]
+        seconds = json.loads(subprocess.run(reader, check=True, stdout=subprocess.PIPE, text=True).stdout)
+    finally:
+        sender.kill()
+        sender.communicate()
+    return {count: shown(count, seconds[str(count * BLOCK)]) for count in LOADS}
 
 
 def fault(cluster: Cluster, what: str) -> dict[str, float | int | None]:
@@ -265,7 +287,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--faults", nargs="*", default=list(FAULTS), choices=FAULTS)
     asked = parse(parser)
-    results = {}
+    with netns.NetnsStar(3) as net:
+        results = {"plain": {"loads": plain_copies(net, asked.rounds)}}
+        print("plain", json.dumps(results["plain"]["loads"]), flush=True)
     for kind in asked.kinds:
         with tempfile.TemporaryDirectory() as folder, netns.NetnsStar(3) as net:
             cluster = Cluster(kind, Path(folder), net)
