@@ -272,6 +272,19 @@ def test_eviction_tenant_over_share_evicts_its_own_blocks():
     assert all(slot > 0 for slot in store(index, block_hashes("e", 2), tenant=b"a"))
 
 
+@pytest.mark.parametrize("before", [0, 1])
+def test_eviction_tenant_over_share_stores_blocks_of_another_size(before):
+    """A tenant that filled its share with one model's blocks goes on with another model's."""
+    index = make(pages=101, tenant_share=0.3, shapes=[GroupShape(1, slot_pages=1), GroupShape(1, slot_pages=3)])
+    store(index, block_hashes("x", 60))
+    for i in range(40):
+        store(index, block_hashes(f"a{i}.", 1), group=before, tenant=b"a")
+    for i in range(40):
+        assert store(index, block_hashes(f"b{i}.", 1), group=1 - before, tenant=b"a")[0] > 0
+        assert index._room._tenants[b"a"].pages <= 30
+    assert index.inspect(1, NAMESPACE_ID, block_hashes("x", 60)).blocks[0] == 60, "others' blocks stayed"
+
+
 STATES = [GroupShape(hash_blocks_per_block=1, slot_pages=1), GroupShape(1, slot_pages=8, kind="mamba")]
 
 

@@ -65,9 +65,9 @@ class SlotAllocator:
         tenant = self._tenants[name]
         if name and self._share < 1:
             due = int(self._share * self.pool.pages)
-            over = tenant.pages + n * size - due
-            if over > 0 and size in tenant.queues:
-                self._evict(tenant.queues[size], -(-over // size), limit, name)
+            for own in sorted(tenant.queues, key=lambda each: each != size):  # slots of this size can be used again
+                if (over := tenant.pages + n * size - due) > 0:
+                    self._evict(tenant.queues[own], -(-over // own), limit, name)
             n = max(0, min(n, (due - tenant.pages) // size))
         slots = self.pool.alloc(size, n, limit)
         state = entries[0].is_state
