@@ -262,6 +262,28 @@ def test_pool_memory_enomem_makes_pool_smaller(monkeypatch):
     pool.close()
 
 
+def test_pool_memory_without_threads_says_so(monkeypatch, caplog):
+    pool = PoolMemory(20 * MIB, huge_pages="never")
+
+    def refuse(*_) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(pool_memory.ThreadPoolExecutor, "submit", refuse)
+    assert run_to_end(pool) == [(0, 0)]
+    assert "can't start new thread" in pool.note and pool.note in caplog.text
+    pool.close()
+
+
+def test_pool_memory_where_priorities_are_forbidden_is_committed(monkeypatch):
+    def refuse(*_) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "setpriority", refuse)
+    pool = PoolMemory(20 * MIB, huge_pages="never")
+    assert run_to_end(pool)[-1] == (20 * MIB, 20 * MIB)
+    pool.close()
+
+
 def test_pool_memory_close_stops_population():
     pool = PoolMemory(2 * GIB)
     first = threading.Event()

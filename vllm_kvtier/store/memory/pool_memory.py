@@ -122,7 +122,7 @@ class PoolMemory:
                 end = self.ready + next_step(self.ready, self.usable)
                 try:
                     self._commit(self.ready, end, threads)
-                except OSError as error:
+                except (OSError, RuntimeError) as error:  # RuntimeError: no thread can be started
                     if not self._stop.is_set():
                         self._stop_committing(error)
                     return
@@ -131,7 +131,10 @@ class PoolMemory:
                     self._on_progress()
 
     def _prepare_thread(self) -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        try:
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        except OSError as error:  # an exception here would end the pool of threads, and the memory would never be ready
+            logger.debug("kvtier: store: memory is committed without a lower priority (%s)", error.strerror)
         place_this_thread(self._nodes if len(self._nodes) > 1 else [])
 
     def _commit(self, start: int, end: int, threads: ThreadPoolExecutor) -> None:
@@ -172,12 +175,12 @@ class PoolMemory:
         if not self._populates:
             os.posix_fallocate(self.fd, offset, length)
 
-    def _stop_committing(self, error: OSError) -> None:
+    def _stop_committing(self, error: OSError | RuntimeError) -> None:
         """Serve with the memory committed so far. No retry: memory that is short once would be short again."""
         self.usable = self.ready
         self.note = (
             f"only {format_bytes(self.ready)} of the requested {format_bytes(self.nbytes)} could be committed "
-            f"({error.strerror or error}); the store serves with that"
+            f"({getattr(error, 'strerror', None) or error}); the store serves with that"
         )
         logger.warning("kvtier: store: %s", self.note)
         self._on_progress()
