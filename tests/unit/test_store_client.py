@@ -1,5 +1,6 @@
 """A client of the node store never waits, always gets an outcome, and finds a store again that died or hung."""
 
+import errno
 import os
 import signal
 import socket
@@ -112,6 +113,35 @@ def test_store_client_callback_runs_once_before_or_after_answer(client, reactor)
     early.then(lambda p: threads.append((p.outcome, threading.current_thread())))
     assert [t for _, t in threads] == [reactor._thread, threading.current_thread()]
     assert all(isinstance(o, m.Counts) for o, _ in threads)
+
+
+def test_store_client_out_of_descriptors_connects_later(server, connect, monkeypatch):
+    make_socket, refusals = socket.socket, [OSError(errno.EMFILE, "Too many open files")]
+
+    def refuse(*args, **options):
+        if refusals:
+            raise refusals.pop()
+        return make_socket(*args, **options)
+
+    monkeypatch.setattr(client_module.socket, "socket", refuse)
+    client = connect()
+    eventually(lambda: client.connected)
+    assert not refusals
+
+
+def test_store_client_out_of_threads_launches_later(connect, monkeypatch):
+    start_thread, refusals, launched = threading.Thread.start, [RuntimeError("can't start new thread")], []
+
+    def refuse(thread) -> None:
+        if refusals and thread.name == "kvtier-launch":
+            raise refusals.pop()
+        start_thread(thread)
+
+    monkeypatch.setattr(launcher, "BACKOFF_SECONDS", (0.01, 0.01))
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    connect(launch=lambda: launched.append(1))
+    eventually(lambda: launched)
+    assert not refusals
 
 
 def test_store_client_callback_error_affects_nothing_else(client, caplog):

@@ -1,5 +1,6 @@
 """Whoever finds no store starts one, once, with a life of its own; and the commands that talk to it."""
 
+import fcntl
 import json
 import os
 import signal
@@ -112,6 +113,29 @@ def test_store_launch_failure_shows_store_log(path):
     with pytest.raises(KVTierError, match="No such file"):
         start_store(path, StoreOptions(log_file="/no/such/folder/log"))
     start_store(path, SMALL)
+
+
+def test_store_start_is_not_blocked_by_a_process_forked_meanwhile(path, monkeypatch):
+    """An engine may fork its workers while it starts a store: they have the lock's descriptor, too."""
+    read_end, write_end = os.pipe()
+
+    def start(*_) -> None:
+        pids.append(os.fork())
+        if not pids[0]:
+            os.close(write_end)
+            os.read(read_end, 1)
+            os._exit(0)
+
+    pids: list[int] = []
+    monkeypatch.setattr(launcher, "_start", start)
+    try:
+        start_store(path, SMALL)
+        with open(f"{path}.start") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        os.close(write_end)
+        os.close(read_end)
+        os.waitpid(pids[0], 0)
 
 
 def test_store_slow_start_does_not_block_engine(path, tmp_path, monkeypatch):

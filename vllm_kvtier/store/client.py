@@ -305,16 +305,17 @@ class StoreClient:
         self._retry_timer = None
         if self._closed or self._stream is not None or self._greeting is not None:
             return
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        sock = None
         try:
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
             sock.connect(self._path)
-        except (FileNotFoundError, ConnectionRefusedError):
-            sock.close()
-            self._not_listening()
-            return
         except OSError as error:  # includes BlockingIOError: its queue of connections is full
-            sock.close()
-            self._disconnected(f"no connection to the node store at {self._path}: {error.strerror or error}")
+            if sock is not None:
+                sock.close()
+            if isinstance(error, FileNotFoundError | ConnectionRefusedError):
+                self._not_listening()
+            else:
+                self._disconnected(f"no connection to the node store at {self._path}: {error.strerror or error}")
             return
         stream = Stream(
             self._reactor,

@@ -54,6 +54,7 @@ def start_store(path: str, options: StoreOptions, timeout: float = 30.0) -> None
         if not serves(path):
             _start(path, options, timeout)
     finally:
+        fcntl.flock(starting, fcntl.LOCK_UN)  # a process that was forked meanwhile has the descriptor, too
         os.close(starting)
 
 
@@ -138,8 +139,12 @@ class Starter:
         if time.monotonic() < self._after:
             return self._failure
         if not self._running:
+            try:
+                threading.Thread(target=self._run, name="kvtier-launch", daemon=True).start()
+            except RuntimeError as error:  # this process or container may have no more threads now
+                self.failed(f"the node store could not be started: {error}")
+                return self._failure
             self._running = True
-            threading.Thread(target=self._run, name="kvtier-launch", daemon=True).start()
         return "the node store is being started"
 
     def failed(self, failure: str) -> None:
