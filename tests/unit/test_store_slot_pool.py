@@ -56,6 +56,16 @@ def test_slot_pool_limit_bounds_end_of_slots():
     assert pool.alloc(8, 1, ALL) == [33]
 
 
+def test_slot_pool_finds_a_slot_below_the_limit_behind_many_slabs_beyond_it():
+    """An engine that is still registering memory finds what was evicted for it, whatever is free beyond its limit."""
+    pool = pool_of(1 + 10 * 200, 1 << 16, slab_pages=10)
+    slots = pool.alloc(1, 2000, ALL)
+    for slot in [*slots[1000::10], slots[505]]:
+        pool.free(slot)
+    assert pool.alloc(1, 3, slots[1000]) == [slots[505]]
+    assert pool.alloc(1, 100, ALL) == slots[1000::10]
+
+
 def test_slot_pool_slots_of_one_request_are_adjacent():
     pool = pool_of(1 << 20, 1 << 16)
     slots = pool.alloc(576, 512, ALL)

@@ -9,12 +9,13 @@ piece, less than a slot, is unused.
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator, Sequence
+from itertools import islice
 
 from vllm_kvtier.wire.slots import PAGE, PIECE_BYTES
 
 PIECE_PAGES = PIECE_BYTES // PAGE
 SLAB_PAGES = 8192  # 32 MiB: long for DMA, small compared with the pool
-MAX_OPEN = 64  # slabs with free slots examined per allocation: bounds its time
+MAX_OPEN = 64  # slabs with free slots below the limit examined per allocation: bounds its time
 
 
 class Slab:
@@ -164,9 +165,8 @@ class SlotPool:
     def _runs(self, size: int, enough: int, limit: int) -> list[tuple[int, int, Slab]]:
         """(length, slot, slab) of some of the free runs; stops at one that is long enough."""
         found = []
-        for looked, slab in enumerate(self._open.get(size, ())):
-            if looked == MAX_OPEN:
-                break
+        below = (slab for slab in self._open.get(size, ()) if slab.start + size <= limit)
+        for slab in islice(below, MAX_OPEN):
             best = [(length, slot, slab) for slot, length in slab.runs(limit)]
             found += best
             if any(length >= enough for length, _, _ in best):
