@@ -17,7 +17,7 @@ def test_worker_reports_requested_wire_codec_even_if_not_applied(make, codec):
     """The scheduler side compares it with what it read itself; an fp8 cache, say, keeps its pulls."""
     connector = KVTierConnector.__new__(KVTierConnector)
     connector._options = KVTierConfig(wire_codec=codec, host_buffer="never")
-    connector._vllm_config, connector._info = None, SimpleNamespace(record_key=lambda: None)
+    connector._vllm_config, connector._info = None, SimpleNamespace(record_key=lambda: None, world_size=1)
     memory = connector._share(make(6, 1))
     assert memory.wire_codec == codec
     applies = make is cache_of_numbers and codec in ("int8", {"full": "fp8"})
