@@ -74,6 +74,27 @@ def test_scan_keeps_files_of_others_and_removes_what_killed_writers_left(tmp_pat
     assert (tmp_path / ".kvtier").read_bytes() == FORMAT
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        f"{'a' * 32}",
+        f"cache/{'a' * 32}",
+        f"{'b' * 32}/0/aa/{'a' * 32}/{'a' * 32}",
+        f"{'b' * 32}/0/cc/{'a' * 32}",
+        f"{'b' * 32}/x/aa/{'a' * 32}",
+        f"cache/{'a' * 32}#1",
+    ],
+)
+def test_scan_keeps_files_of_others_that_are_named_by_a_hash(tmp_path, place, name):
+    other = tmp_path / name
+    other.parent.mkdir(parents=True, exist_ok=True)
+    other.write_bytes(bytes(50 * SIZE))
+    os.utime(other, (1, 1))
+    block = have(tmp_path, place, 3, age=2 * LEFT_SECONDS)
+    assert store_of(place).scan_if_due() == (SIZE, 0)
+    assert other.exists() and block.exists()
+
+
 def test_only_one_store_scans_and_others_do_not_repeat_it(tmp_path, place):
     stores = [SharedDirectory(place, 10 * SIZE, scan_seconds=3600.0) for _ in range(3)]
     have(tmp_path, place, 1)

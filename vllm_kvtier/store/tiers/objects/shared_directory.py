@@ -31,8 +31,9 @@ MAX_PAUSE = 3600.0
 TOUCH_SECONDS = 60.0  # precision of a file's last use
 LEFT_SECONDS = 600.0  # age of a file that a killed store did not finish
 STAMP = ".kvtier-scan"
-_BLOCK = re.compile(r"[0-9a-f]{32}")
-_UNFINISHED = re.compile(rf"(?:[0-9a-f]{{32}}|{re.escape(STAMP)}|\.kvtier)#[0-9a-z]+")  # obstore's, and ours
+# Paths in the directory, as of ObjectLocation.key: other files may be there that are named by a hash.
+_BLOCK = re.compile(r"[0-9a-f]{32}/\d+/([0-9a-f]{2})/\1[0-9a-f]{30}")
+_UNFINISHED = re.compile(rf"(?:{_BLOCK.pattern}|{re.escape(STAMP)}|\.kvtier)#[0-9a-z]+")  # obstore's, and ours
 
 
 class SharedDirectory:
@@ -144,8 +145,9 @@ class SharedDirectory:
         return files, nbytes
 
     def _files(self) -> Iterator[tuple[str, str, os.stat_result]]:
-        """Path, name and stat of all files; keeps the turn meanwhile."""
-        folders, kept = [str(self._root)], time.monotonic()
+        """Path, path below the directory, and stat of all files; keeps the turn meanwhile."""
+        root = str(self._root)
+        folders, kept = [root], time.monotonic()
         while folders:
             if time.monotonic() - kept > TURN_SECONDS / 6:
                 self._end_turn(TURN_SECONDS)
@@ -156,4 +158,4 @@ class SharedDirectory:
                         folders.append(entry.path)
                     else:
                         with suppress(OSError):
-                            yield entry.path, entry.name, entry.stat(follow_symlinks=False)
+                            yield entry.path, entry.path[len(root) + 1 :], entry.stat(follow_symlinks=False)
