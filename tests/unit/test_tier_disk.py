@@ -217,6 +217,18 @@ def test_disk_tier_failed_write_stops_writes_until_reopened():
     assert b.tier.writable
 
 
+def test_disk_tier_that_opens_read_only_is_opened_again_until_it_is_writable():
+    b = Bench(up=False)
+    for backoff in d.REOPEN_BACKOFF[0], 2 * d.REOPEN_BACKOFF[0]:
+        b.open(writable=False, note="read only: the disk is full")
+        b.reactor.run(backoff - 1)
+        assert b.tier_process.state == READY and not b.tier.writable
+        b.reactor.run(1)
+        assert b.tier_process.state != READY and "the disk is full" in b.tier_process.reason
+    b.open()
+    assert b.tier.writable
+
+
 def test_disk_tier_discard_and_clear_are_reported_at_once():
     b = Bench()
     b.write(blocks_of(1, 2, 3))

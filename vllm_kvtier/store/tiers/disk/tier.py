@@ -218,13 +218,12 @@ class DiskTier(mv.ProcessTier):
     def _check_writable(self, reply: m.Moved) -> None:
         """Stop writes for a while after a failed one."""
         if not reply.writable:
-            seconds, self._reopen_backoff = self._reopen_backoff, min(2 * self._reopen_backoff, REOPEN_BACKOFF[1])
-            self._stop_writes(reply.error or "no reason given", seconds, self._reopen)
+            self._reopen_later(reply.error or "no reason given")
         elif not all(reply.good):
             seconds, self._write_backoff = self._write_backoff, min(2 * self._write_backoff, WRITE_BACKOFF[1])
             self._stop_writes(reply.error or "no reason given", seconds, self._try_writes)
         elif self._logged:
-            self._write_backoff, self._logged = WRITE_BACKOFF[0], ""
+            self._write_backoff, self._reopen_backoff, self._logged = WRITE_BACKOFF[0], REOPEN_BACKOFF[0], ""
             logger.info("kvtier: disk tier: writable again")
 
     def _stop_writes(self, reason: str, seconds: float, then: Callable[[], None]) -> None:
@@ -237,6 +236,11 @@ class DiskTier(mv.ProcessTier):
     def _try_writes(self) -> None:
         self._again, self._no_writes = None, ""
         self.on_change()
+
+    def _reopen_later(self, reason: str) -> None:
+        """Its process cannot write any more."""
+        seconds, self._reopen_backoff = self._reopen_backoff, min(2 * self._reopen_backoff, REOPEN_BACKOFF[1])
+        self._stop_writes(reason, seconds, self._reopen)
 
     def _reopen(self) -> None:
         self._again = None
@@ -280,7 +284,8 @@ class DiskTier(mv.ProcessTier):
 
     def process_up(self, opened: m.Opened) -> None:
         pages = min(opened.capacity_pages, self._pages) if opened.capacity_pages else self._pages
-        self._no_writes = "" if opened.writable else opened.note or "read only"
+        if not opened.writable:
+            self._reopen_later(opened.note or "read only")
         self._counts.capacity_bytes = pages * PAGE
         self._filling = self._slot_map.fill(pages)
         self._fill(self._filling)
