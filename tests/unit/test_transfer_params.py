@@ -17,6 +17,7 @@ from vllm_kvtier.scheduler.matching.transfer_params import (
     write,
     write_report,
 )
+from vllm_kvtier.store.protocol import Lookup, decode_request, encode
 
 FIELDS = [
     "do_remote_prefill", "do_remote_decode", "remote_host", "remote_port", "remote_request_id", "kvtier",
@@ -116,6 +117,15 @@ def test_transfer_params_round_trip():
 )
 def test_transfer_params_name_remote_stores(listed, taken):
     assert read({"kvtier": {"stores": listed}}).stores == taken
+
+
+def test_transfer_params_name_only_stores_that_the_node_store_accepts():
+    """It disconnects an engine that sends an invalid message: no request may bring that about."""
+    listed = [f"{'n' * length}:{port}" for length in (1, 250, 251, 255) for port in (7, 65535)]
+    stores = read({"kvtier": {"stores": listed}}).stores
+    assert stores == tuple(listed[:5]), "those of at most 256 characters"
+    lookup = Lookup(1, bytes(16), bytes(16), 0, 1, nodes=list(stores))
+    assert decode_request(encode(lookup)) == lookup
 
 
 # What llm-d's sidecar and Dynamo send (/docs/guides/llm-d.md, dynamo.md).

@@ -46,6 +46,7 @@ MAX_HASH_BLOCKS = 1 << 17  # per message: 2 MiB
 MAX_ITEMS = 1 << 16  # per Reserve, Commit or Abort
 MAX_GROUPS = 64
 MAX_NODES = 8  # per request
+MAX_NAME = 256  # characters
 MAX_CACHED_BLOCKS = 1 << 22  # blocks per engine's cache
 MAX_HOLDERS = 3  # per answer
 MAX_SPANS = 1 << 12  # per answer and group
@@ -61,7 +62,7 @@ Hash = Annotated[bytes, msgspec.Meta(min_length=HASH_BYTES, max_length=HASH_BYTE
 Hashes = Annotated[bytes, msgspec.Meta(max_length=MAX_HASH_BLOCKS * HASH_BYTES)]
 ItemHashes = Annotated[bytes, msgspec.Meta(max_length=MAX_ITEMS * HASH_BYTES)]
 Tenant = Annotated[bytes, msgspec.Meta(max_length=16)]
-Name = Annotated[str, msgspec.Meta(max_length=256)]
+Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
 Sentence = Annotated[str, msgspec.Meta(max_length=4096)]
 Pages = Annotated[list[TakenPage], msgspec.Meta(max_length=MAX_ITEMS)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=86400)]

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_kvtier.scheduler.leases.exports import Export, LeaseKind
+from vllm_kvtier.store.protocol import MAX_NAME
 
 Address = tuple[str, int]  # host, port
 
@@ -95,7 +96,8 @@ def _export_name(value: Any) -> str:
 def _stores(listed: Any) -> tuple[str, ...]:
     named = [str(each).rpartition(":") for each in listed[:MAX_PEERS]] if isinstance(listed, list) else []
     addresses = [_address(host, port) for host, _, port in named]
-    return tuple(f"{address[0]}:{address[1]}" for address in addresses if address)
+    stores = [f"{address[0]}:{address[1]}" for address in addresses if address]
+    return tuple(store for store in stores if len(store) <= MAX_NAME)  # or the node store would disconnect this engine
 
 
 def _early_read_info(params: dict[str, Any], ours: dict[str, Any]) -> EarlyReadInfo | None:
