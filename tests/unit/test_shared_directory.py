@@ -157,6 +157,18 @@ def test_missing_marker_is_reported(tmp_path, place):
         store.check()
 
 
+def test_failing_file_server_is_a_trouble_of_writes_and_no_error_of_scans(place, monkeypatch):
+    store = store_of(place)
+
+    def stale(path, **options):
+        raise OSError(116, "Stale file handle")
+
+    monkeypatch.setattr(type(store._root), "stat", stale)
+    assert store.scan_if_due() is None
+    with pytest.raises(Trouble, match="Stale file handle"):
+        store.check()
+
+
 def test_recent_use_is_not_recorded_again(tmp_path, place):
     path = have(tmp_path, place, 1, age=30)
     before = path.stat().st_mtime

@@ -50,7 +50,11 @@ class SharedDirectory:
 
     def check(self) -> None:
         """Raises Trouble if the directory is gone, as after an unmount: a write would create it."""
-        if not (self._root / self._location.marker).exists():
+        try:
+            there = (self._root / self._location.marker).exists()
+        except OSError as error:
+            raise Trouble(f"{self._location}: {error.strerror}") from error
+        if not there:
             raise Trouble(f"{self._location}: the file {self._location.marker} is gone; is the file system mounted?")
 
     def was_written(self, nbytes: int) -> None:
@@ -69,7 +73,7 @@ class SharedDirectory:
     def scan_if_due(self) -> tuple[int, int] | None:
         """Remove files if it is time to, and another store does not. Returns (bytes in blocks, files removed); None: it
         did not scan."""
-        with suppress(FileNotFoundError):
+        with suppress(OSError):  # not there yet, or the file server fails
             turn = self._stamp.stat().st_mtime
             if turn != self._seen:  # another store has scanned, or does
                 self._seen, self._scanned = turn, time.monotonic()
