@@ -426,6 +426,34 @@ async def test_answer_that_meets_the_bound_in_its_middle_ends_with_an_error():
         await asyncio.wait_for(c.d[0].seen[0].aborted.wait(), 10)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_answers_that_clients_do_not_read_are_counted_until_the_timeout(stream):
+    async with Cluster(p=0, client_timeout=1) as c:
+        c.d[0].text, c.d[0].chunks = lambda body, i: "x" * 16 * MB, 1
+        held, count = [], c.core.count
+
+        def count_left(event):
+            count(event)
+            if event == "clients_left":
+                held.append(buffered(c)["answers"])
+
+        c.core.count = count_left
+        _, writer = await asyncio.open_connection("127.0.0.1", int(c.url.rpartition(":")[2]))
+        body = json.dumps(turn("hello", stream=stream)).encode()
+        writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: h\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        await c.until(lambda: held)
+        writer.close()
+        assert held[0] > 15 * MB and buffered(c)["answers"] == 0
+
+
+async def test_answer_that_is_sent_in_pieces_is_whole():
+    async with Cluster(p=0) as c:
+        c.d[0].text = lambda body, i: f"{i}" * MB
+        assert (await c.chat("hello")).json()["choices"][0]["text"] == "0" * MB
+        text = text_of((await c.chat("hello", stream=True)).content)
+        assert text == "".join(f"{i}" * MB for i in range(c.d[0].chunks))
+
+
 async def test_request_ids_are_generated_or_kept_if_valid():
     async with Cluster() as c:
         made = (await c.chat("u1")).headers["x-request-id"]

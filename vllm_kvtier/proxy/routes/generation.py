@@ -320,7 +320,8 @@ class Generation(EngineRequest):
     def _feed(self, reply: Reply, rewriter: response_rewriter.AnswerRewriter, data: bytes) -> bytes:
         """Raises EventTooLarge and AnswersFull."""
         events = rewriter.feed(data)
-        reply.hold(self._held, rewriter.held_bytes)
+        # Also what the client has yet to take.
+        reply.hold(self._held, len(events) + rewriter.held_bytes)
         return events
 
     def _rewriter(self, engine: Engine) -> response_rewriter.AnswerRewriter:

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from vllm_kvtier.logs import get_logger, unlimited
 from vllm_kvtier.proxy.core import ProxyCore
 from vllm_kvtier.proxy.deadlines import time_limit
-from vllm_kvtier.proxy.messages.buffers import BuffersFull
+from vllm_kvtier.proxy.messages.buffers import FREE_BYTES, BuffersFull
 from vllm_kvtier.proxy.messages.incoming_request import Incoming
 from vllm_kvtier.proxy.messages.request_bodies import BadRequest
 from vllm_kvtier.proxy.routes.client_answer import Answer, AnswerBroken, memory_full, refusal
@@ -164,13 +164,21 @@ class Serving:
         await self._put(send, self._start(answer))
         if answer.pieces is None:
             self._first = time.monotonic() - self._began
-            await self._put(send, {"type": "http.response.body", "body": answer.body})
+            await self._put_body(send, answer.body, more_body=False)
             return
         async for piece in answer.pieces:
             if self._first is None:
                 self._first = time.monotonic() - self._began
-            await self._put(send, {"type": "http.response.body", "body": piece, "more_body": True})
+            await self._put_body(send, piece, more_body=True)
         await self._put(send, {"type": "http.response.body", "body": b""})
+
+    async def _put_body(self, send: Send, body: bytes, *, more_body: bool) -> None:
+        """In pieces. The server takes a piece of any size at once, and makes only the next one wait for the client;
+        what it has taken is neither counted nor under ``client_timeout``."""
+        for begin in range(0, max(1, len(body)), FREE_BYTES):
+            end = begin + FREE_BYTES
+            more = more_body or end < len(body)
+            await self._put(send, {"type": "http.response.body", "body": body[begin:end], "more_body": more})
 
     async def _put(self, send: Send, message: dict) -> None:
         try:
