@@ -7,15 +7,19 @@ import msgspec
 
 Message = TypeVar("Message")
 
+MAX_TEXT = 200  # characters of an error
+
 
 def decode(decoder: msgspec.msgpack.Decoder[Message], frame: bytes) -> Message:
-    """Decode one message. Raises msgspec.DecodeError for any malformed one."""
+    """Decode one message. Raises msgspec.DecodeError for any malformed one; its text is short and one line, though
+    msgspec repeats a tag that it does not know, as long as the sender made it."""
     try:
         return decoder.decode(frame)
-    except msgspec.DecodeError:
-        raise
+    except msgspec.DecodeError as error:
+        text = str(error)
     except (RecursionError, ValueError, MemoryError) as error:  # msgspec lets these through; ValueError: not UTF-8
-        raise msgspec.DecodeError(f"{type(error).__name__}: {error}") from None
+        text = f"{type(error).__name__}: {error}"
+    raise msgspec.DecodeError(text[:MAX_TEXT].encode("unicode_escape").decode())
 
 
 def only(frames: Sequence[bytes]) -> bytes:
