@@ -172,3 +172,19 @@ def test_remote_transfers_rows_cover_every_block_once(blocks, most):
             assert len({int(near[i]) // piece for i in mine}) == 1 == len({int(far[i]) // piece for i in mine})
     assert sorted(row_of.tolist()) == row_of.tolist()
     assert pieces_of(np.array([1, 2, piece])) == {0, 1}
+
+
+def test_remote_transfers_of_peer_that_came_back_are_not_cut_by_its_earlier_end():
+    r = Reading()
+    r.start(r.peer(), [4], [4], id=1)
+    r.reads.poll()
+    r.states["peer"] = (True, "it died")
+    r.reads.poll()
+    assert "closed" in r.log  # there is no reader until the next read
+    again = r.peer()
+    r.reads.gone(again, "it does not answer")
+    r.states["peer"] = (False, "")
+    r.start(r.peer(), [8], [8], id=2)
+    r.reads.poll()
+    r.reads.poll()
+    assert ("remove", "peer") not in r.log

@@ -132,8 +132,11 @@ class NodeReads:
     def poll(self) -> bool:
         """Advance all reads. Returns whether there is more to do."""
         now = time.monotonic()
-        while self._disconnected and self._reader is not None and not self._failed:
-            self._reader.remove_agent(self._disconnected.pop())  # before a new connection reads from the same agent
+        if self._reader is None:
+            self._disconnected.clear()  # a new reader knows no agent
+        elif not self._failed:
+            while self._disconnected:
+                self._reader.remove_agent(self._disconnected.pop())  # before a new connection reads from the same agent
         for source, queue in list(self._queues.items()):
             if source in self._queues:
                 self._advance(source, queue, now)
