@@ -10,6 +10,7 @@ from remote_store_harness import BLOCKS, World, keys_of
 from worker_fakes import cache
 
 from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.jobs.results import ABORTED
 from vllm_kvtier.remote_store import transfers as node_reads
 from vllm_kvtier.store.memory.memory_limits import MemoryLimits
 from vllm_kvtier.wire import link as m
@@ -259,6 +260,19 @@ def test_remote_worker_known_stores_are_bounded(monkeypatch):
         world.until(f"{name}{len(world.results)}") if len(world.results) == 0 else world.turn(5)
     assert len(world.results) == 3 and not any(r.failed for r in world.results.values())
     assert ("remove", "agent of a") in world.network.log and list(world.worker._stores) == ["a"]
+
+
+def test_remote_worker_reports_cancelled_load_of_store_that_leaves(monkeypatch):
+    """Its load is cancelled, and another store takes its place before the results are taken."""
+    monkeypatch.setattr(remote_store_worker, "MAX_STORES", 1)
+    world = World()
+    free, world.ring.free = world.ring.free, []
+    world.load(world.order("r", groups=((0, (1,)),)))
+    world.worker.cancel_loads(["r"])
+    world.load(world.order("next", "b", groups=((0, (2,)),)))
+    world.ring.free += free
+    world.until("r", "next")
+    assert world.results["r"].reason == ABORTED and world.right(0, (2,)) == [True]
 
 
 def test_remote_worker_without_nixl_reports_it_and_reads_nothing(caplog):

@@ -203,7 +203,7 @@ class RemoteStoreWorker(StoreLoadWorker):
     def _remove_oldest(self) -> None:
         """Disconnect from the store that was unused longest."""
         for instance, store in self._stores.items():
-            if not len(store.queue) and not store.num_transfers:
+            if not (len(store.queue) or store.queue.has_results or store.num_transfers):
                 del self._stores[instance]
                 self._reads.gone(store, "unused")
                 return
