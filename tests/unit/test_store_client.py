@@ -129,6 +129,16 @@ def test_store_client_out_of_descriptors_connects_later(server, connect, monkeyp
     assert not refusals
 
 
+@pytest.mark.parametrize(("user", "owner", "used"), [(7, 8, False), (7, 7, True), (7, 0, True), (0, 8, True)])
+def test_store_client_refuses_a_store_of_another_user(server, connect, monkeypatch, user, owner, used):
+    """Its path may be in a folder where others can listen."""
+    monkeypatch.setattr(client_module.os, "getuid", lambda: user)
+    monkeypatch.setattr(client_module.Stream, "peer", lambda stream: (1, owner if stream._limits.max_fds else user))
+    client = connect()
+    eventually(lambda: client.connected or "belongs to user" in client.reason)
+    assert client.connected == used
+
+
 def test_store_client_out_of_threads_launches_later(connect, monkeypatch):
     start_thread, refusals, launched = threading.Thread.start, [RuntimeError("can't start new thread")], []
 

@@ -325,6 +325,11 @@ class StoreClient:
             StreamLimits(m.MAX_FRAME, max_fds=self._max_fds),
         )
         self._greeting = stream
+        user, (_, owner) = os.getuid(), stream.peer()
+        if user and owner not in (user, 0):  # as the store does: it would see this user's KV
+            self._refused = True
+            stream.close(f"it belongs to user {owner}, not to user {user}")
+            return
         self._greeting_timer = self._reactor.call_later(
             self._lookup_timeout, lambda: stream.close("it does not answer Hello")
         )
