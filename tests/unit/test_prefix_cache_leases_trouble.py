@@ -12,6 +12,7 @@ from support import FakePool, Uncontained, make_request
 from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.scheduler.connector_scheduler import KVTierConnectorScheduler
 from vllm_kvtier.scheduler.integrity.checksum_index import ChecksumEntry, ChecksumIndex, ContentKeys
+from vllm_kvtier.scheduler.leases import exports
 from vllm_kvtier.scheduler.leases.exports import Export, ExportTable, GroupBlocks, Lease, LeaseKind, Refusal
 from vllm_kvtier.scheduler.leases.lease_client import LeasedBlocks, PendingLease
 from vllm_kvtier.scheduler.leases.prefix_cache_leases import PrefixCacheLeases
@@ -130,6 +131,16 @@ def test_prefix_cache_lease_is_refused_if_too_many_ask():
     world = make_lender([(HASH_BLOCK_SIZE, None)])
     world.lender._scheduler_lock = SimpleNamespace(known=True, run_when_free=lambda job, refuse: refuse())
     assert ask(world, [bytes(32)]) is Refusal.BUSY and not world.table.counts()["leases"]
+
+
+def test_prefix_cache_lease_is_refused_to_connection_with_too_many(monkeypatch):
+    """A peer may lease one block after the other, release none and send heartbeats."""
+    monkeypatch.setattr(exports, "MAX_LEASES", 3)
+    world = make_lender([(HASH_BLOCK_SIZE, None)])
+    block_hashes = [bytes(h) for h in make_request("r", list(range(4)), HASH_BLOCK_SIZE).block_hashes]
+    put(world, 5, block_hashes[0])
+    assert [isinstance(ask(world, block_hashes), Lease) for _ in range(4)] == [True] * 3 + [False]
+    assert ask(world, block_hashes) is Refusal.BUSY and world.table.counts()["leases"] == 3
 
 
 def test_prefix_cache_reset_succeeds_with_leased_blocks():

@@ -21,7 +21,7 @@ logger = get_logger(__name__)
 class BlockLeases(ABC):
     kind: ClassVar[LeaseKind]
     unavailable: ClassVar[Refusal]  # while the lock is not known, and after an error
-    busy: ClassVar[Refusal]  # with too many requests at once
+    busy: ClassVar[Refusal]  # with too many requests at once, or leases of the connection
 
     def __init__(self, engine: EngineContext, scheduler_lock: SchedulerLock, exports: ExportTable):
         self._engine, self._scheduler_lock, self._exports = engine, scheduler_lock, exports
@@ -39,7 +39,8 @@ class BlockLeases(ABC):
 
         def lease() -> None:
             try:
-                found = self._lease(request, connection, seconds)
+                most = self._exports.has_most(connection)
+                found = self.busy if most else self._lease(request, connection, seconds)
             except Exception:
                 logger.exception("kvtier: a lease (%s) failed; it is refused", self.kind.value)
                 found = self.unavailable

@@ -157,6 +157,10 @@ class ExportTable:
         """Blocks that may still be pinned for this kind, if nothing gives way."""
         return self._budget[kind] - self._pinned[kind]
 
+    def has_most(self, connection: Hashable) -> bool:
+        """Whether the connection has so many leases that it gets no other."""
+        return len(self._by_connection.get(connection, ())) >= MAX_LEASES
+
     def lease_cached(self, export: Export, start: int, connection: Hashable, seconds: float, served: bool) -> Lease:
         """Take over ``export.pinned`` (of kind PEER_FETCH or STRETCH) for one lease, with which it ends; no other can
         lease it."""
@@ -241,7 +245,7 @@ class ExportTable:
             export = self._exports.get(export_id)
             if export is None:
                 return Refusal.UNKNOWN
-            if self._has_most(connection):
+            if self.has_most(connection):
                 return Refusal.BUSY
             if export.digest != digest or export.lora_fingerprint != lora_fingerprint:
                 return Refusal.DIGEST
@@ -263,7 +267,7 @@ class ExportTable:
         compares its ``tail``.
         """
         with self._lock:
-            if self._has_most(connection):
+            if self.has_most(connection):
                 return Refusal.BUSY
             refusal = Refusal.NOTHING
             for i in range(len(block_hashes) - 1, max(-1, start // self._hash_block_size - 2), -1):
@@ -361,9 +365,6 @@ class ExportTable:
             }
 
     # -- under the lock ----------------------------------------------------------------------------------------
-
-    def _has_most(self, connection: Hashable) -> bool:
-        return len(self._by_connection.get(connection, ())) >= MAX_LEASES
 
     def _holders(self, block_hashes: Sequence[bytes], i: int, lora_fingerprint: bytes) -> list[Export]:
         """Exports whose block ``i`` is ``block_hashes[i]``, newest first."""
