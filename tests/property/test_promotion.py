@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from vllm_kvtier.store.index.index import Index
+from vllm_kvtier.store.index.index import Index, IndexLimits
 from vllm_kvtier.store.index.types import HASH_BYTES
 from vllm_kvtier.store.memory.slot_pool import SlotPool
 from vllm_kvtier.store.protocol import GroupShape
@@ -36,6 +36,7 @@ class FakeTier(Tier):
         self.num_hash_blocks: dict[bytes, int] = {}  # by the first hash of a chain
         self.asked: list[tuple[Want, object]] = []
         self.reads: list[tuple[list[Block], object]] = []
+        self.tenants: dict[bytes, bytes] = {}  # by hash
         self.found: set[Find] = set()
         self.read_blocks: list[Block] = []
 
@@ -86,6 +87,9 @@ class FakeTier(Tier):
     def has(self, namespace_id, group, block_hash):
         return False
 
+    def tenant_of(self, namespace_id, group, block_hash):
+        return self.tenants.get(block_hash, b"")
+
     def write(self, blocks, done):
         raise AssertionError("nothing is written here")
 
@@ -126,9 +130,10 @@ class _Timer:
 
 
 class World:
-    def __init__(self, *tiers: FakeTier, pages: int = 64, groups=ONE):
+    def __init__(self, *tiers: FakeTier, pages: int = 64, groups=ONE, tenant_share: float = 1.0):
         self.clock = Clock()
-        self.index = Index(SlotPool(pages + 1, pages + 1), None, lambda: self.clock.now)
+        limits = IndexLimits(tenant_share=tenant_share)
+        self.index = Index(SlotPool(pages + 1, pages + 1), None, lambda: self.clock.now, limits)
         self.index.grow(pages + 1)
         self.groups = groups
         self.index.connect(ENGINE, HASH_BLOCK_SIZE, list(groups))
@@ -184,6 +189,18 @@ def test_promotion_of_prefix_is_in_order_and_answers_waiting_lookup():
     names = [block.hash for block in disk.read_blocks]
     assert names == [block_hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES] for i in range(9)]
     assert all(b.parent == a.hash for a, b in pairwise(disk.read_blocks))
+
+
+def test_promotion_of_a_tenants_blocks_counts_in_its_share_of_memory():
+    disk = FakeTier("disk")
+    world, block_hashes = World(disk, tenant_share=0.25), block_hashes_of("a", 40)
+    disk.num_hash_blocks[block_hashes[:HASH_BYTES]] = 40
+    disk.tenants = {block_hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES]: b"A" if i >= 6 else b"" for i in range(40)}
+    ahead = world.ahead(block_hashes)
+    while disk.reads:
+        disk.finish()
+    assert ahead.over and world.quiet()
+    assert world.here(block_hashes) == 6 + 65 // 4, "all of no tenant, and as many as tenant A may have"
 
 
 def test_promotion_without_blocks_in_tiers_ends_at_once():

@@ -206,6 +206,18 @@ def test_disk_tier_failed_write_backs_off_and_frees_positions(caplog):
     assert caplog.text.count("read only for now") == 1 and caplog.text.count("writable again") == 1
 
 
+def test_disk_tier_knows_whose_its_blocks_are_also_after_a_restart():
+    b = Bench()
+    b.write([*blocks_of(1), *blocks_of(2, after=1, tenant=b"A")])
+    kept = b.tier_process.sent[-1].moves
+    assert [b.tier.tenant_of(NAMESPACE_ID, 0, hash_of(n)) for n in (1, 2, 3)] == [b"", b"A", b""]
+    b.tier_process.back_off("hung")
+    assert b.tier.tenant_of(NAMESPACE_ID, 0, hash_of(2)) == b""
+    b.tier_process.reap()
+    b.open([msgspec.structs.replace(move, slot=0) for move in kept], [NAMESPACE_SHAPE])
+    assert b.tier.tenant_of(NAMESPACE_ID, 0, hash_of(2)) == b"A"
+
+
 def test_disk_tier_failed_write_stops_writes_until_reopened():
     b = Bench()
     b.write(blocks_of(1), answer=False)

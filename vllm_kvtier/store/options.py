@@ -43,7 +43,11 @@ class StoreOptions:
     )
     idle_seconds: float = _option(600.0, "End after this time without an engine; 0: never.")
     policy: str = _option("", "Eviction policy: aging (if empty), arc, lru or s3fifo.")
-    tenant_share: float = _option(1.0, "Maximum share of the memory, 0 to 1, of one tenant (cache salt).")
+    tenant_share: float = _option(
+        1.0,
+        "Maximum share of the memory, 0 to 1, of one tenant (cache salt). Blocks promoted from disk "
+        "count in it, those from other tiers do not.",
+    )
     state_share: float = _option(
         0.5,
         "Share of the memory, 0 to 1, beyond which recurrent states evict older states only, once it is full.",

@@ -161,6 +161,10 @@ class Tier(abc.ABC):
         """Whether the block is known to be stored and readable now. No I/O. False if the tier has no index."""
         return False
 
+    def tenant_of(self, namespace_id: bytes, group: int, block_hash: bytes) -> bytes:
+        """The tenant that a stored block belongs to; b"": none, or the tier does not know. No I/O."""
+        return b""
+
     @property
     def reading(self) -> bool:
         """Whether reads are in flight, for which writes should wait."""

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import groupby
 
 import msgspec
 
@@ -248,22 +249,10 @@ class Promotion:
 
     def _reserve(self, read: PromotionRead, chunk: list[Block]) -> list[Block]:
         """Reserve slots for a chunk. Returns the blocks to read; other jobs read the rest, or there is no room."""
-        namespace_id, client = read.find.want.namespace_id, self._client(read.find.want)
         began = self._clock()
-        try:
-            slots = self._index.reserve(
-                client,
-                namespace_id,
-                b"",
-                [b.group for b in chunk],
-                b"".join(b.hash for b in chunk),
-                b"".join(b.parent for b in chunk),
-                read.job.pages_limit,
-                forever=True,  # the tier may write to them for as long as its read takes
-            )
-        except BadRequest as error:  # the namespace was cleared, and an engine with other groups uses it now
-            logger.warning("kvtier: promotion: blocks are not promoted (%s)", error)
-            slots = [NO_ROOM] * len(chunk)
+        slots: list[int] = []
+        for tenant, some in groupby(chunk, lambda block: read.tier.tenant_of(*block.name)):
+            slots += self._slots(read, tenant, list(some))
         if slots[-1] == NO_ROOM:
             now = self._clock()
             self._full_until = now + FULL_BACKOFF * (now - began)
@@ -283,6 +272,23 @@ class Promotion:
                 self.refused_room += 1
                 self._cancel_rest(read)
         return got
+
+    def _slots(self, read: PromotionRead, tenant: bytes, blocks: list[Block]) -> list[int]:
+        """``Index.reserve`` for blocks of one tenant."""
+        try:
+            return self._index.reserve(
+                self._client(read.find.want),
+                read.find.want.namespace_id,
+                tenant,
+                [b.group for b in blocks],
+                b"".join(b.hash for b in blocks),
+                b"".join(b.parent for b in blocks),
+                read.job.pages_limit,
+                forever=True,  # the tier may write to them for as long as its read takes
+            )
+        except BadRequest as error:  # the namespace was cleared, and an engine with other groups uses it now
+            logger.warning("kvtier: promotion: blocks are not promoted (%s)", error)
+            return [NO_ROOM] * len(blocks)
 
     def _arrived(self, read: PromotionRead, blocks: list[Block], good: list[bool]) -> None:
         client = self._client(read.find.want)

@@ -178,6 +178,10 @@ class SlotMap:
         entry = self._index.find(*name)
         return entry is not None and entry.state is READY
 
+    def tenant_of(self, name: BlockName) -> bytes:
+        entry = self._index.find(*name) if self.filled else None
+        return b"" if entry is None else entry.tenant
+
     # -- writing ------------------------------------------------------------------------------------------------
 
     def reserve(self, blocks: Sequence[Block], shapes: Callable[[bytes], Shapes | None]) -> list[int]:

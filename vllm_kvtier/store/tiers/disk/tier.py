@@ -152,6 +152,9 @@ class DiskTier(mv.ProcessTier):
     def keeps(self, namespace_id: bytes, group: int, block_hash: bytes) -> bool:
         return self.usable and self._slot_map.is_ready((namespace_id, group, block_hash))
 
+    def tenant_of(self, namespace_id: bytes, group: int, block_hash: bytes) -> bytes:
+        return self._slot_map.tenant_of((namespace_id, group, block_hash))
+
     # -- writing ------------------------------------------------------------------------------------------------
 
     def write(self, blocks: Sequence[Block], done: Callable[[list[bool]], None]) -> None:
