@@ -8,7 +8,7 @@ from vllm_kvtier.scheduler.admin.explain import Explainer
 from vllm_kvtier.scheduler.admin.gpu_prefix import gpu_prefix
 from vllm_kvtier.scheduler.admin.store_admin import StoreAdmin
 from vllm_kvtier.scheduler.context import LoadContext
-from vllm_kvtier.scheduler.leases.exports import ExportTable
+from vllm_kvtier.scheduler.leases.exports import ExportTable, Refusal
 from vllm_kvtier.scheduler.leases.lease_server import Answer, Question
 from vllm_kvtier.scheduler.matching.request_lifecycle import RequestLifecycle
 from vllm_kvtier.scheduler.matching.request_matcher import RequestMatcher
@@ -17,6 +17,8 @@ from vllm_kvtier.vllm_compat.requests import hash_prompt
 from vllm_kvtier.wire import messages as m
 
 logger = get_logger(__name__)
+
+MAX_WAITING = 64  # questions for vLLM's scheduler thread, which answers all between two steps; more are refused
 
 
 class AdminRequests:
@@ -48,6 +50,9 @@ class AdminRequests:
     def ask(self, question: Question, answer: Answer) -> None:
         """On the reactor ``kvtier-scheduler``, where hashing a prompt delays no step. Only vLLM's scheduler thread may
         read vLLM's pool."""
+        if len(self.waiting) >= MAX_WAITING:
+            answer(m.LeaseRefused(question.question, Refusal.BUSY.value, "too many questions wait here"))
+            return
         match question:
             case m.Inspect():
                 self._on_engine(lambda: answer(self._inspect(question)))

@@ -35,7 +35,9 @@ MAX_SILENT_CONNECTIONS = 4096
 MAX_PARKED = 4096  # requests that wait here; those beyond are refused
 
 Question = m.Query | m.Inspect | m.PinPrompt | m.Warm | m.Explain | m.GetIdentity
-Answer = Callable[[m.PrefixLengths | m.Inspection | m.PinResult | m.Explanation | m.Identity], None]
+Answer = Callable[
+    [m.PrefixLengths | m.Inspection | m.PinResult | m.Explanation | m.Identity | m.LeaseRefused], None
+]
 # (request, connection, seconds of the lease, callback for the outcome)
 LeaseCached = Callable[[m.LeaseRequest, bytes, float, Callable[[Lease | Refusal], None]], None]
 # A request is parked for this share of ``lookup_timeout``, so that the refusal arrives before its sender gives up.
