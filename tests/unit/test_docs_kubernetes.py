@@ -8,6 +8,7 @@ import sys
 import zipfile
 
 import pytest
+import yaml
 from docs_commands import Checker, extras
 from docs_kubernetes import FOLDER, arguments, load, problems
 
@@ -241,3 +242,12 @@ def test_kubernetes_checker_finds_errors(mutate, checker):
 def test_kubernetes_engine_gets_its_own_address():
     (config,) = [word for word in arguments(container(FILES, "decode.yaml")) if "kv-transfer" in word]
     assert '"endpoint_host":"10.0.0.1"' in config
+
+
+def test_proxy_has_memory_for_what_it_may_hold():
+    """Measured: 5 bytes for each that counts, of bodies and again of answers, which are held one after the other."""
+    documents = {document["kind"]: document for document in FILES["proxy.yaml"]}
+    config = yaml.safe_load(documents["ConfigMap"]["data"]["proxy.yaml"])
+    (container,) = documents["Deployment"]["spec"]["template"]["spec"]["containers"]
+    assert container["resources"]["limits"]["memory"] == "2Gi"
+    assert 8 * config["max_buffered_bytes"] <= 2 << 30

@@ -383,6 +383,18 @@ async def test_bodies_are_dropped_when_their_answers_begin():
             assert b"[DONE]" in b"".join([piece async for piece in pieces])
 
 
+async def test_prompts_are_not_held_parsed_while_requests_wait():
+    async with Cluster() as c:
+        c.p[0].hold = asyncio.Event()
+        task = asyncio.create_task(c.chat(*["not parsed"] * 301))
+        await c.p[0].until_seen(1)
+        requests = [each for each in gc.get_objects() if type(each) is ClientRequest]
+        (request,) = (each for each in requests if b"not parsed" in bytes(each.fields.get("messages", b"")))
+        assert request.prompt is None
+        c.p[0].hold.set()
+        assert (await task).status_code == 200 and len(c.d[0].seen[0].body["messages"]) == 301
+
+
 async def test_bodies_of_clients_that_leave_are_not_counted():
     async with Cluster(p=0, **BOUND) as c:
         c.d[0].hold = asyncio.Event()

@@ -61,7 +61,7 @@ class ClientRequest:
 
     Attributes: ``route``; ``fields`` (raw JSON by name, to be forwarded); ``stream``; ``model``; ``conversation_id``
     and ``client_salt`` (consumed, or None); ``prompt`` (messages, text or token ids; None if there is no single
-    prompt).
+    prompt); ``prompt_chars``: its approximate length in characters, where a token counts as four.
     """
 
     def __init__(self, route: Route, body: bytes, *, header_conversation_id: str | None = None):
@@ -83,15 +83,12 @@ class ClientRequest:
         model = self.get("model")
         self.model = model if isinstance(model, str) else ""
         self.prompt = self._single_prompt()
+        self._has_prompt = self.prompt is not None
+        self.prompt_chars = self._count_chars()
 
-    @property
-    def prompt_chars(self) -> int:
-        """The approximate length of the prompt in characters; a token counts as four."""
-        if self.prompt is None:
-            return 0
-        if self.route is Route.CHAT:
-            return len(self.fields["messages"])
-        return len(self.prompt) if isinstance(self.prompt, str) else 4 * len(self.prompt)
+    def drop_prompt(self) -> None:
+        """Of many short messages, it takes ten times as much memory as ``fields``, which have it, too."""
+        self.prompt = None
 
     @property
     def can_prefill_elsewhere(self) -> bool:
@@ -100,7 +97,7 @@ class ClientRequest:
         False for several prompts in one request (one set of params names one export), for beam search, and for logprobs
         of prompt tokens, which the decode engine must compute.
         """
-        if self.prompt is None or self.get("use_beam_search") is True:
+        if not self._has_prompt or self.get("use_beam_search") is True:
             return False
         if self.route is Route.GENERATE:
             return all(_is_null(self._sampling, name) for name in ("prompt_logprobs", "prompt_logprob_token_ids"))
@@ -154,6 +151,13 @@ class ClientRequest:
             raise BadRequest("sampling_params must be an object.", param="sampling_params") from error
         remove_transfer_fields(sampling, "extra_args")
         return sampling
+
+    def _count_chars(self) -> int:
+        if self.prompt is None:
+            return 0
+        if self.route is Route.CHAT:
+            return len(self.fields["messages"])
+        return len(self.prompt) if isinstance(self.prompt, str) else 4 * len(self.prompt)
 
     def _single_prompt(self) -> Any:
         if self.route is Route.GENERATE:

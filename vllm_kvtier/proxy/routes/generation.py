@@ -83,6 +83,7 @@ class Generation(EngineRequest):
         core.count("requests")
         self._route = core.routes.find(self._name)
         self._prompt = await core.prompt(self._request, self._name, self._salt, self._headers)
+        self._request.drop_prompt()
         deadline = time.monotonic() + self._config.queue_timeout
         prefill = decode = answer = None
         try:
