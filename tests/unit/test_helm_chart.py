@@ -262,3 +262,10 @@ def test_files_of_the_chart_are_those_of_grafana():
     assert {path.resolve() for path in (CHART / "files").iterdir()} == {
         ROOT / "examples/grafana" / name for name in ("kvtier.json", "alerts.yml")
     }
+
+
+def test_proxy_follows_the_kv_events_of_the_charts_engines():
+    found = render("--set", "engine.kvEvents=tcp://*:5557", "--set-json", 'proxy.config={"routing_policy":"kv_events"}')
+    engines = yaml.safe_load(found["ConfigMap", "proxy"]["data"]["proxy.yaml"])["engines"]
+    names = ["prefill-0.prefill", "decode-0.decode", "decode-1.decode"]
+    assert [engine["events"] for engine in engines] == [f"{name}:5557" for name in names]
