@@ -70,6 +70,16 @@ class Refused(AssertionError):
         self.status = status
 
 
+def off(got: Reply, want: Reply, tolerance: float) -> float:
+    """Largest difference of logprobs, as far as the tokens are the same; they part only where two are as good."""
+    worst = 0.0
+    for a, b, x, y, best in zip(got.tokens, want.tokens, got.logprobs, want.logprobs, want.top, strict=True):
+        if a != b:
+            return worst if best[0] - best[1] < 2 * tolerance else float("inf")
+        worst = max(worst, abs(x - y))
+    return worst
+
+
 def assert_same(got: Reply, want: Reply, what: object = "") -> None:
     """Greedy answers equal token for token; only where two candidates tie may they part."""
     assert got.prompt == want.prompt, what

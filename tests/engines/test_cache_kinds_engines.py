@@ -14,7 +14,7 @@ from typing import NamedTuple
 import pytest
 import tiny_models
 from altering_connector import VARIABLE, altered
-from engine_client import Reply, driving, random_tokens, with_sources
+from engine_client import driving, off, random_tokens, with_sources
 from engine_fixtures import TESTS_ON_PATH, start_missing
 from node_fixtures import ASKED, OPTIONS, Node, NodeDriver, NodeStore, runtime_dir, seeded, store_env, store_in
 
@@ -118,16 +118,6 @@ async def kinds(pair: Pair):
     async with driving(pair.plain, NodeDriver) as driver:
         driver.node = Node(pair.engine, pair.engine, pair.plain, pair.store, {})
         yield driver
-
-
-def off(got: Reply, want: Reply, tolerance: float) -> float:
-    """Largest difference of logprobs, as far as the tokens are the same; they part only where two are as good."""
-    worst = 0.0
-    for a, b, x, y, best in zip(got.tokens, want.tokens, got.logprobs, want.logprobs, want.top, strict=True):
-        if a != b:
-            return worst if best[0] - best[1] < 2 * tolerance else float("inf")
-        worst = max(worst, abs(x - y))
-    return worst
 
 
 async def test_cache_kind_conversations_answer_as_a_plain_engine(kinds, pair: Pair):

@@ -20,11 +20,10 @@ from typing import NamedTuple
 import pytest
 import tiny_models
 from altering_connector import VARIABLE, altered
-from engine_client import Reply, driving, random_tokens
+from engine_client import Reply, driving, off, random_tokens
 from engine_fixtures import TESTS_ON_PATH
 from model_shapes import GPU_FLAGS, GPUS
 from node_fixtures import ASKED, OPTIONS, Node, NodeDriver, NodeStore, runtime_dir, seeded, store_env, store_in
-from test_cache_kinds_engines import off
 
 from vllm_kvtier.devtools.engines import Engine, kvtier
 from vllm_kvtier.devtools.processes import free_port, kill_all

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import model_shapes
 import pytest
-from engine_client import Reply, driving, random_tokens
+from engine_client import Reply, driving, off, random_tokens
 from engine_fixtures import start_missing
 from model_shapes import GPU_FLAGS, GPUS
 from node_fixtures import ASKED, OPTIONS, Node, NodeDriver, NodeStore, runtime_dir, seeded, store_env, store_in
@@ -152,16 +152,6 @@ async def kinds(plain, pairs: Pairs):
     async with driving(plain, NodeDriver) as driver:
         driver.node = Node(plain, plain, plain, pairs.store, {})  # only the store matters here
         yield driver
-
-
-def off(got: Reply, want: Reply, tolerance: float) -> float:
-    """Largest difference of logprobs, as far as the tokens are the same; they part only where two are as good."""
-    worst = 0.0
-    for a, b, x, y, best in zip(got.tokens, want.tokens, got.logprobs, want.logprobs, want.top, strict=True):
-        if a != b:
-            return worst if best[0] - best[1] < 2 * tolerance else float("inf")
-        worst = max(worst, abs(x - y))
-    return worst
 
 
 async def answers(kinds: NodeDriver, pair: Pair, prompt: list[int], params=ASKED) -> Reply:
