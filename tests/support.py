@@ -1,5 +1,6 @@
 """Waiting for other threads, and fakes of vLLM's objects that the scheduler connector uses."""
 
+import contextlib
 import os
 import signal
 import time
@@ -37,6 +38,15 @@ def eventually(predicate: Callable[[], Any], seconds: float = 10.0, what: str = 
             return value
         assert time.monotonic() < deadline, f"not within {seconds:g} s: {what or predicate}"
         time.sleep(0.002)
+
+
+def descriptors_of_processes() -> int:
+    """How many descriptors of processes this process has open."""
+    links = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+            links.append(os.readlink(f"/proc/self/fd/{name}"))
+    return sum("pidfd" in link for link in links)
 
 
 def stop(pid: int) -> None:

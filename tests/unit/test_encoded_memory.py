@@ -45,7 +45,7 @@ def made():
 
 
 def marked(device):
-    return StepEvents(torch.cuda.current_device()).mark() if device == "cuda" else None
+    return StepEvents(torch.cuda.current_device()).record() if device == "cuda" else None
 
 
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

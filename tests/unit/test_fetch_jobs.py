@@ -1,7 +1,9 @@
 """Fetches of a worker: orders and their results, deadlines, sources that cannot be mapped or end, sleep mode."""
 
+import gc
 import threading
 import time
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,7 +12,7 @@ import torch
 from peer_caches import Group, keys_of, order_of, pull_of, rank_of, ranks_of, sums_of
 from peer_caches import content as content_of
 from peer_process import PeerProcess
-from support import Uncontained, eventually
+from support import Uncontained, descriptors_of_processes, eventually
 from worker_halves import worker_without_threads
 
 from vllm_kvtier.errors import KVTierError
@@ -530,3 +532,27 @@ def test_fetch_job_after_suspend_fails(tmp_path, no_nixl):
     finally:
         half.stop()
     assert not any(isinstance(x, lm.ChecksumsReady) for x in half.heard), "the cache has no memory"
+
+def test_sleep_and_wake_leave_nothing_of_earlier_fetches(tmp_path, no_nixl):
+    """A trainer puts its engines to sleep at each of thousands of steps."""
+    source = PeerProcess(MODEL, 1, BLOCKS)
+    half = Half(tmp_path, rank_of(MODEL, BLOCKS, 0))
+    callbacks, earlier = half.made._reactor._on_stop, []
+    registered = lambda: len([x for x in half.heard if isinstance(x, lm.Register)])  # noqa: E731
+    try:
+        half.said(lm.Register)
+        before = len(callbacks)
+        for number in range(1, 4):
+            half.step(order_of(pull_of([5], [3], 4)), sources={"s/1": source.infos})
+            assert not half.results()[0].failed
+            earlier.append(weakref.ref(half.made._exchange.fetching._fetches))
+            eventually(lambda: descriptors_of_processes() == 1)
+            half.made.suspend()
+            half.made.resume()
+            eventually(lambda n=number: registered() == n + 1)
+        eventually(lambda: descriptors_of_processes() == 0)
+        eventually(lambda: gc.collect() >= 0 and not any(each() for each in earlier))
+        assert len(callbacks) == before
+    finally:
+        half.stop()
+        source.end()

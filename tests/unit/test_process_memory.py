@@ -1,6 +1,5 @@
 """Reading another process's memory: real processes that live, die, unmap, and do not let one in."""
 
-import contextlib
 import ctypes
 import os
 import subprocess
@@ -11,7 +10,7 @@ from types import SimpleNamespace
 import msgspec
 import numpy as np
 import pytest
-from support import eventually, stop
+from support import descriptors_of_processes, eventually, stop
 
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.wire.messages import Shared, SharedSpan
@@ -238,14 +237,6 @@ def watched():
     reactor.start()
     yield watch, gone
     reactor.stop()
-
-
-def descriptors_of_processes():
-    links = []
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
-            links.append(os.readlink(f"/proc/self/fd/{name}"))
-    return sum("pidfd" in link for link in links)
 
 
 @pytest.mark.parametrize("descriptors", [True, False])

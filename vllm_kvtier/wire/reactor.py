@@ -105,6 +105,11 @@ class Reactor:
     def on_stop(self, callback: Callable[[], None]) -> None:
         self._on_stop.append(callback)
 
+    def off_stop(self, callback: Callable[[], None]) -> None:
+        """``callback`` is not run when it stops. Idempotent."""
+        if callback in self._on_stop:
+            self._on_stop.remove(callback)
+
     # -- reactor's thread (or before start) ----------------------------------------------------------------
 
     def add_socket(self, socket: zmq.Socket[bytes], on_readable: Callable[[], None]) -> None:
@@ -203,7 +208,7 @@ class Reactor:
                 if timer.callback is not None:
                     callback, timer.callback = timer.callback, None
                     self._guard(callback)
-        for callback in self._on_stop:
+        for callback in list(self._on_stop):
             self._guard(callback)
         for socket in list(self._monitors):
             self._end_monitor(socket)

@@ -79,6 +79,7 @@ class PeerFetches:
         hold."""
         # Called for each source that is read for the first time; ``remove_source`` it when a process of it ends.
         self.added: Callable[[str, Iterable[Shared]], None] = lambda source, shared: None
+        self.stopped: Callable[[], None] = lambda: None  # called when no source is read any more
         self.lock = threading.RLock()
         self.on_device = view.device.type == "cuda"
         self._view, self._heads, self._rank = view, heads, rank
@@ -198,6 +199,7 @@ class PeerFetches:
             while self._running:
                 fetch = self._running.popleft()
                 self._ended += [self._failed(job, why, fetch.started) for job in fetch.jobs]
+            self.stopped()
             return self._take()
 
     # -- under the lock ------------------------------------------------------------------------------------------------

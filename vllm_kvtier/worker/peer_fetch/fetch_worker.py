@@ -114,7 +114,7 @@ def open_node(
     try:
         fetches = PeerFetches(memory.view, memory.table, heads, context.rank)
         watch = PeerProcessWatch(context.reactor, fetches.remove_source)
-        fetches.added = watch.follow
+        fetches.added, fetches.stopped = watch.follow, watch.close
         worker = FetchWorker(fetches, context.reactor.call_soon, context.finish, poll_soon)
         context.reactor.call_soon(fetches.warm_up)
     except Exception as error:

@@ -28,6 +28,11 @@ class PeerProcessWatch:
         processes = list({(each.pid, each.started): each for each in shared}.values())
         self._reactor.call_soon(lambda: self._follow(instance, processes))
 
+    def close(self) -> None:
+        """Watch nothing any more; nothing may be followed later. Any thread; idempotent."""
+        self._reactor.off_stop(self._close)
+        self._reactor.call_soon(self._close)
+
     def _follow(self, instance: str, processes: list[Shared]) -> None:
         if instance in self._followed:
             return
