@@ -1,11 +1,16 @@
 """The disk tier's server side: what is found, read, written, evicted and sent to its tier process, and what failures
 cost."""
 
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 import msgspec
 import pytest
 from support import Clock
 from tier_backend_fakes import FakeMover, FakeReactor
 
+from vllm_kvtier.store.index.block_entry import BlockEntry
 from vllm_kvtier.store.index.types import ZERO
 from vllm_kvtier.store.protocol import GroupShape
 from vllm_kvtier.store.tiers.base import Block, Want
@@ -41,6 +46,17 @@ def kept_of(*numbers: int, position: int = 1) -> list[m.Move]:
     return [
         m.Move(NAMESPACE_ID, 0, hash_of(n), hash_of(n - 1), b"", 0, 2, position + 2 * i) for i, n in enumerate(numbers)
     ]
+
+
+@contextmanager
+def tracked_entries() -> Iterator[Callable[[], list[BlockEntry]]]:
+    """Yields a call that lists the blocks made since then that something still refers to."""
+    gc.collect()
+    gc.freeze()  # blocks of other tests
+    try:
+        yield lambda: [each for each in gc.get_objects() if type(each) is BlockEntry]
+    finally:
+        gc.unfreeze()
 
 
 class Bench:
@@ -153,6 +169,14 @@ def test_disk_tier_eviction_is_reported_with_replacing_write():
     sent = b.tier_process.sent[-1]
     assert set(sent.gone) == {before[hash_of(11)], before[hash_of(12)]} == {x.position for x in sent.moves}
     assert b.tier.counts().evicted_blocks == 2
+
+
+def test_disk_tier_evicted_blocks_are_forgotten():
+    b = Bench(pages=5)
+    with tracked_entries() as entries:
+        for n in range(1, 200):
+            assert b.write(blocks_of(n)) == [[True]]
+        assert len(entries()) == b.tier.counts().blocks == 2
 
 
 def test_disk_tier_leased_positions_are_not_reused():

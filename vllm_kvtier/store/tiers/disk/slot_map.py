@@ -4,7 +4,6 @@ The server frees a position first. The tier process must record that before it w
 the old block's name would lead to the new bytes. A discarded or cleared block must be recorded at once.
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from operator import attrgetter
@@ -106,9 +105,7 @@ class SlotMap:
     def fill(self, pages: int) -> Iterator[None]:
         """Restore the blocks found on a tier of ``pages``, in steps. ``filled`` after the last step."""
         pool = SlotPool(pages, piece_pages=pages)
-        # A write ends with its reply or its tier process, not with a deadline.
-        limits = IndexLimits(LEASE_SECONDS, reserve_seconds=math.inf, tenant_share=self._tenant_share)
-        index = Index(pool, self._policy, self._clock, limits)
+        index = Index(pool, self._policy, self._clock, IndexLimits(LEASE_SECONDS, tenant_share=self._tenant_share))
         kept, self._kept = self._kept, []
         taken: set[int] = set()
         for moves in _pieces(sorted(kept, key=attrgetter("position"))):
@@ -203,6 +200,7 @@ class SlotMap:
                     b"".join(block.hash for block in these),
                     b"".join(block.parent for block in these),
                     self._pages,
+                    forever=True,  # a write ends with its reply or its tier process
                 )
             except BadRequest:
                 positions += [0] * len(these)
