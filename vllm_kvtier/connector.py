@@ -298,8 +298,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         if metadata is not None and metadata is self._collected:  # called again after an error: vLLM has these results
             return
         self._step = None  # even after an error no result is reported twice
-        drafts_follow = self._drafts and self._saved is not metadata
         work = metadata.work if isinstance(metadata, StepMetadata) else StepWork(-1)
+        drafts_follow = self._drafts and self._saved is not metadata and not work.idle
         self._step = self._worker.end_step(work, drafts_follow)
         self._collected = metadata
 

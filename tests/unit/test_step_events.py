@@ -228,6 +228,21 @@ def test_blocks_of_a_step_are_read_behind_its_drafts(engine, drafts, saves):
     assert [place for step, place in read if step == "checksums"] == [dict(expected)[2]]
 
 
+def test_step_without_a_forward_waits_for_no_drafts(engine):
+    """vLLM 0.25.1 calls ``wait_for_save`` in no such step, which may be the last one for long: it has the checksums of
+    what a request that ended left in the cache."""
+    read, connector = [], engine.connector
+    connector._drafts = True
+    checksums = lambda jobs, event: read.append(jobs) or Pending(None)  # noqa: E731
+    engine.half._exchange.memory = SimpleNamespace(compute_checksums=checksums)
+    jobs = [batch_of([3])]
+    connector.bind_connector_metadata(StepMetadata(StepWork(1, jobs, idle=True)))
+    connector.get_finished(set())
+    while engine.half.queued:
+        engine.half.queued.pop(0)()
+    assert read == [jobs]
+
+
 def test_pull_that_waits_for_the_drafts_is_not_taken_for_lost(engine):
     """After an internal error jobs that no part of the worker knows are failed. vLLM would compute in its blocks, or
     give them to others, while the pull writes them."""
