@@ -41,6 +41,21 @@ def test_reactor_calls_and_timers_run_in_order(reactor):
     assert seen == ["soon", "early", "late"]
 
 
+@pytest.mark.parametrize("days", [30, 1e300, float("inf")])
+def test_reactor_timer_beyond_what_poll_takes_does_not_end_it(reactor, days):
+    """As of a store with ``idle_seconds`` of a month, which has no other timer: it never answered."""
+    read_end, write_end = os.pipe()
+    done = threading.Event()
+    os.write(write_end, b"x")
+    reactor.add_fd(read_end, lambda events: (os.read(read_end, 1), done.set()))  # it is seen by polling only
+    reactor.call_later(days * 86400.0, lambda: None)
+    reactor.start()
+    assert done.wait(5)
+    reactor.stop()
+    os.close(read_end)
+    os.close(write_end)
+
+
 def test_reactor_call_within_wakes_it_after_that_time_or_with_another_call(reactor):
     seen, done = [], threading.Event()
     reactor.start()

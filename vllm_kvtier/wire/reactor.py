@@ -24,6 +24,7 @@ from vllm_kvtier.logs import get_logger
 logger = get_logger(__name__)
 
 MAX_SOCKETS = 4096  # a monitored socket is three, and ZMQ's own limit is 1023
+MAX_POLL_SECONDS = 86400.0  # options of users may be for months, and poll(2) takes 24 days at most
 _EVENT = struct.Struct("=HI")  # event, value: zmq_socket_monitor(3). pyzmq's own parser imports asyncio
 
 
@@ -181,7 +182,7 @@ class Reactor:
             return 0
         if not self._timers:
             return None
-        return max(0, int((self._timers[0][0] - time.monotonic()) * 1000) + 1)
+        return max(0, int(min(self._timers[0][0] - time.monotonic(), MAX_POLL_SECONDS) * 1000) + 1)
 
     def _run(self) -> None:
         while not self._stopping:
