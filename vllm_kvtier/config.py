@@ -49,6 +49,7 @@ NIXL_ONLY = (
     "num_threads",
     "push_registration_timeout",
 )
+MAX_MESSAGE_SECONDS = 86400  # of a duration in a message: a longer one would end the connection
 _ANY_ADDRESS = ("0.0.0.0", "::", "*", "")
 
 
@@ -128,7 +129,8 @@ class KVTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = None
     cluster_key_file: Annotated[str | None, _doc("File with the key that all engines of the cluster share.")] = None
     lease_seconds: Annotated[
-        float, _doc("Duration of a lease on another engine's blocks, unless it is renewed.", gt=0)
+        float,
+        _doc("Duration of a lease on another engine's blocks, unless it is renewed.", gt=0, le=MAX_MESSAGE_SECONDS),
     ] = 10.0
     lookup_timeout: Annotated[
         float, _doc("Maximum wait for the answer of another engine or of the store; then the prompt is computed.", gt=0)
@@ -259,6 +261,7 @@ class KVTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "Maximum wait of a request while the node store promotes its blocks to memory from disk, another node or "
             "an object store. A request waits only while that is expected to be faster than computing.",
             ge=0,
+            le=MAX_MESSAGE_SECONDS,
         ),
     ] = 30.0
 

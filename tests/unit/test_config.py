@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from vllm_kvtier import config as config_module
 from vllm_kvtier.config import ALIASES, NIXL_ONLY, RENAMED, KVTierConfig, markdown_table
 from vllm_kvtier.errors import ConfigError
+from vllm_kvtier.store import protocol
+from vllm_kvtier.wire import messages
 
 read = KVTierConfig.from_extra_config
 
@@ -86,7 +88,7 @@ def test_config_nixl_only_option_raises_with_removal_hint(option):
         ({"retain_share": 0}, "retain_share must be a number > 0 and at most 1, not 0."),
         ({"retain_share": 1.01}, "at most 1"),
         ({"handoff_share": -0.5}, "handoff_share must be"),
-        ({"lease_seconds": -1}, "lease_seconds must be a number > 0, not -1."),
+        ({"lease_seconds": -1}, "lease_seconds must be a number > 0 and at most 86400, not -1."),
         ({"lookup_timeout": math.inf}, "lookup_timeout must be"),
         ({"lookup_timeout": math.nan}, "lookup_timeout must be"),
         ({"pull_threshold": 1.5}, "pull_threshold must be an integer at least 0"),
@@ -132,6 +134,15 @@ def test_config_loopback_endpoint_needs_no_key(host):
 def test_config_constructor_refuses_invalid_combination():
     with pytest.raises(ConfigError, match="cluster_key_file"):
         KVTierConfig(endpoint_host="10.0.0.1")
+
+
+def test_config_durations_that_messages_carry_fit_into_them():
+    """A longer lease_seconds made every grant malformed; promotion_timeout, a lookup that cost the engine its store."""
+    for option in ("lease_seconds", "promotion_timeout"):
+        assert option in refusal({option: 86401})
+    config = read({"lease_seconds": 86400, "promotion_timeout": 86400})
+    messages.decode_engine(messages.encode(messages.LeaseGranted(1, 1, 16, 0, [[1]], config.lease_seconds)))
+    protocol.decode_request(protocol.encode(protocol.Lookup(1, bytes(16), b"", 0, 1, config.promotion_timeout)))
 
 
 def test_config_does_not_change_its_input():
