@@ -2,6 +2,7 @@
 cost."""
 
 import gc
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -312,6 +313,26 @@ def test_disk_tier_process_death_drops_index_and_restart_restores_it():
     b.tier.release(find)
     b.tier.release(other)  # of an earlier life
     assert b.read(other, blocks_of(1)) == [[False]]
+
+
+@pytest.mark.parametrize("filled", [True, False])
+def test_disk_tier_process_death_frees_the_memory_of_its_blocks(filled):
+    """The garbage collector cannot: restored blocks are frozen."""
+    b = Bench(pages=20_001, up=False)
+    try:
+        b.tier_process.opened(kept_of(*range(1, 10_000)), [NAMESPACE_SHAPE])
+        for _ in range(20 if filled else 7):
+            b.reactor.step()
+        find = b.find(1, 2)
+        frozen, slot_map = gc.get_freeze_count(), weakref.ref(b.tier._slot_map)
+        assert b.tier.usable is filled and find.num_hash_blocks == 2 * filled
+        b.tier_process.back_off("it died")
+        b.reactor.run()
+        b.tier.release(find)
+        del find
+        assert slot_map() is None and gc.get_freeze_count() < frozen - (9999 if filled else 2000)
+    finally:
+        gc.unfreeze()
 
 
 def test_disk_tier_clear_while_unavailable_survives_failures():

@@ -1,7 +1,7 @@
 """The listed blocks and their slots, from reservation until the slot is free again. Knows no clients."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TypeVar
 
 from vllm_kvtier.store.eviction.base import Policy
@@ -93,6 +93,18 @@ class BlockTable:
         for entry in entries:
             self._remove(entry, RemovalReason.CLEARED)
         return len(entries)
+
+    def dismantle(self, step: int) -> Iterator[None]:
+        """Remove all blocks, ``step`` at a time, and all references in cycles; ``watches`` are not called. For a table
+        that is used no more but to release leases."""
+        self.watches = []
+        tables = [table for here in self._namespaces.values() for table in here.tables]
+        entries = [entry for table in tables for entry in table.values()]
+        while entries:
+            for _ in range(min(step, len(entries))):
+                self._remove(entries.pop(), RemovalReason.CLEARED)
+            yield
+        self._room.close()
 
     def restore(
         self, namespace_id: bytes, hash_block_size: int, shapes: Sequence[GroupShape], kept: Sequence[KeptT]

@@ -92,6 +92,10 @@ class SlotAllocator:
             del self._tenants[name]
         return len(slots)
 
+    def close(self) -> None:
+        """Nothing is evicted any more. Ends the cycle of references with the owner of ``unlist``."""
+        self._unlist = lambda entry: None
+
     def put_back(self, entry: BlockEntry) -> None:
         """Add a restored block, whose slot the pool has taken (``SlotPool.restore``)."""
         self._at[entry.slot] = entry

@@ -85,7 +85,7 @@ class SlotMap:
         self.blocks_found = 0  # by the tier process when it opened the disk
         self._policy, self._clock, self._tenant_share, self._gone = policy, clock, tenant_share, gone
         self._moved = moved
-        self._index: Index  # set when ``filled``
+        self._index = Index(SlotPool(0), policy, clock)  # ``fill`` sets another
         self._pages = 0
         self._clients: dict[tuple[int, tuple[GroupShape, ...]], int] = {}  # by shapes
         self._known_namespaces: set[bytes] = set()  # whose shapes the tier process has
@@ -105,7 +105,8 @@ class SlotMap:
     def fill(self, pages: int) -> Iterator[None]:
         """Restore the blocks found on a tier of ``pages``, in steps. ``filled`` after the last step."""
         pool = SlotPool(pages, piece_pages=pages)
-        index = Index(pool, self._policy, self._clock, IndexLimits(LEASE_SECONDS, tenant_share=self._tenant_share))
+        limits = IndexLimits(LEASE_SECONDS, tenant_share=self._tenant_share)
+        self._index = index = Index(pool, self._policy, self._clock, limits)
         kept, self._kept = self._kept, []
         taken: set[int] = set()
         for moves in _pieces(sorted(kept, key=attrgetter("position"))):
@@ -126,10 +127,14 @@ class SlotMap:
         self._gone.banned.clear()
         self.blocks_found = index.stats().entries
         index.watches.append(self)
-        self._index, self._pages, self.filled, self._shapes = index, pages, True, {}
+        self._pages, self.filled, self._shapes = pages, True, {}
         later, self.later = self.later, []
         for remove in later:
             remove(index)
+
+    def dismantle(self) -> Iterator[None]:
+        """Free the memory of all blocks, in steps: its tier process has ended. Leases can still be released."""
+        return self._index.dismantle(RESTORE_STEP)
 
     def _free(self, moves: Iterable[m.Move]) -> None:
         for move in moves:

@@ -309,10 +309,17 @@ class DiskTier(mv.ProcessTier):
         self._drop()
         self.on_change()
 
+    def _dismantle(self, steps: Iterator[None]) -> None:
+        """The garbage collector does not visit the blocks any more (``_fill``), so they are freed one by one."""
+        for _ in steps:
+            self._reactor.call_soon(lambda: self._dismantle(steps))
+            return
+
     def process_down(self, reason: str) -> None:
         self._evicted_before += self._slot_map.stats().evictions
         self._slot_map.free_removed(self._moving)
         self._gone.down()
+        self._dismantle(self._slot_map.dismantle())
         later = self._slot_map.later
         self._slot_map, self._filling = self._make_slot_map(), None
         self._slot_map.later = later
