@@ -94,6 +94,7 @@ class NodeReads:
         self._names = itertools.count(1)
         self._reader: Reader | None = None
         self._condemned_until = 0.0
+        self._stuck = False  # a reader could not be closed
         self._failed: list[Job] = []  # to be reported when their reader is closed
         self._queues: dict[Source, Queue] = {}
         self._disconnected: list[str] = []  # agents that the reader must remove
@@ -131,6 +132,8 @@ class NodeReads:
 
     def poll(self) -> bool:
         """Advance all reads. Returns whether there is more to do."""
+        if self._stuck:
+            return False
         now = time.monotonic()
         if self._reader is None:
             self._disconnected.clear()  # a new reader knows no agent
@@ -142,7 +145,7 @@ class NodeReads:
                 self._advance(source, queue, now)
         if self._failed:
             self._replace_reader(now)
-        return self.active
+        return self.active and not self._stuck
 
     # -- of one source ------------------------------------------------------------------------------------------
 
@@ -241,6 +244,7 @@ class NodeReads:
         reader, self._reader = self._reader, None
         self._disconnected.clear()
         if reader is not None and not reader.close():
+            self._stuck = True
             self._events.on_stuck("NIXL cannot end a failed read")
             return
         failed, self._failed = self._failed, []
