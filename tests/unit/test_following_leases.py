@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import msgspec
 import pytest
 from endpoint_support import BLOCK_HASHES, HASH_BLOCK_SIZE, Asker, Source, SourceProcess, export, making
 from support import eventually
@@ -107,6 +108,20 @@ def test_last_grant_waits_for_checksums(make):
     assert running.parked() == 1 and not pending.grants
     running.source.on_reactor(lambda: running.source.endpoint.checksums_ready(7))
     eventually(lambda: pending.complete)
+
+
+def test_waiting_follower_takes_little_memory_whatever_it_sent(make):
+    running, asker = Running(make), make(Asker)
+    pending, _ = follow(asker, running.source, block_hashes=[bytes(64)] * 100_000 + BLOCK_HASHES[-1:])
+    eventually(running.parked)
+    assert running.source.on_reactor(lambda: running.source.endpoint._parked[0].request.block_hashes) == (
+        BLOCK_HASHES[-1:]
+    )
+    running.finish()
+    eventually(lambda: pending.complete)
+    for large in ({"digest": bytes(65)}, {"lora_fingerprint": bytes(65)}):
+        with pytest.raises(msgspec.DecodeError):
+            m.decode_engine(m.encode(m.LeaseRequest(1, "source/1", 0, [], **large)))
 
 
 @pytest.mark.parametrize("granted", [False, True])

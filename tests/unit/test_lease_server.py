@@ -19,7 +19,7 @@ from vllm_kvtier.scheduler.leases.exports import LeaseKind, Refusal
 from vllm_kvtier.scheduler.leases.lease_client import SAME_NODE, LeasedBlocks
 from vllm_kvtier.scheduler.sources.base import LookupMiss
 from vllm_kvtier.shapes.read_paths import Reach, ReadPath
-from vllm_kvtier.wire import lease_connections
+from vllm_kvtier.wire import dealer, lease_connections
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.auth import ClusterKey
 
@@ -589,6 +589,24 @@ def test_lease_server_oversized_message_disconnects_sender(make, monkeypatch):
         socket.send(b"\x00" * 200_000)
         eventually(lambda: source.leases() == 0, 3)
     assert isinstance(asker.answer(source.address), LeasedBlocks)
+
+
+def test_lease_server_takes_no_more_from_a_client_than_it_reads(make, monkeypatch):
+    """A question of two million tokens takes longer to read than to send."""
+    monkeypatch.setattr(dealer, "MAX_RECEIVED_BYTES", 16 << 20)
+    monkeypatch.setattr(m, "MAX_MESSAGE", 4 << 20)
+    source, busy, sent = make(Source), threading.Event(), 0
+    source.reactor.call_soon(lambda: busy.wait(60))
+    question = m.encode(m.Query(1, [1 << 30] * (3 << 18)))
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.SNDHWM, 1)
+        socket.connect(f"tcp://{source.address[0]}:{source.address[1]}")
+        while sent < 100 and socket.poll(1000, zmq.POLLOUT):
+            socket.send(question)
+            sent += 1
+    busy.set()
+    assert len(question) > 3 << 20 and 0 < sent < 40, f"{sent} questions of {len(question)} bytes wait"
 
 
 def test_lease_server_malformed_message_releases_leases_of_sender(make):

@@ -12,7 +12,7 @@ from support import eventually
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.wire import link as m
 from vllm_kvtier.wire.link import LinkClient, LinkServer, link_path
-from vllm_kvtier.wire.reactor import Reactor, drain
+from vllm_kvtier.wire.reactor import MIN_SWEEP, Reactor, drain
 
 
 @pytest.fixture
@@ -54,6 +54,19 @@ def test_reactor_timer_beyond_what_poll_takes_does_not_end_it(reactor, days):
     reactor.stop()
     os.close(read_end)
     os.close(write_end)
+
+
+def test_reactor_forgets_cancelled_timers_that_are_not_due(reactor):
+    """A peer's messages move a deadline: 100,000 a second, each of a timer that is due in minutes."""
+    done = threading.Event()
+    live = [reactor.call_later(3600.0 + number, done.set) for number in range(100)]
+    for _ in range(20 * MIN_SWEEP):
+        reactor.call_later(480.0, done.set).cancel()
+    assert len(reactor._timers) <= 2 * MIN_SWEEP
+    assert {timer for *_, timer in reactor._timers} >= set(live)
+    reactor.call_later(0.0, done.set)
+    reactor.start()
+    assert done.wait(5)
 
 
 def test_reactor_call_within_wakes_it_after_that_time_or_with_another_call(reactor):

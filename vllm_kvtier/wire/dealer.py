@@ -22,6 +22,14 @@ _FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 _LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | _FAILED | _LOST
 _MAX_QUEUED = 1 << 16  # messages; more than ZMQ keeps for a socket
+MAX_RECEIVED_BYTES = 256 << 20  # of a connection, that wait to be read; the kernel slows the sender down
+
+
+def limit_received(socket: zmq.Socket[bytes], max_message: int) -> None:
+    """Bound what a peer sends faster than it is read: by ZMQ's own limits a connection keeps 1000 messages of any
+    size. Before the socket is connected or bound."""
+    socket.setsockopt(zmq.MAXMSGSIZE, max_message)
+    socket.setsockopt(zmq.RCVHWM, min(1000, max(1, MAX_RECEIVED_BYTES // max_message)))
 
 
 @dataclass(frozen=True)
@@ -49,7 +57,7 @@ class Dealer:
         try:
             self._socket.setsockopt(zmq.LINGER, 200)
             self._socket.setsockopt(zmq.IDENTITY, os.urandom(16))
-            self._socket.setsockopt(zmq.MAXMSGSIZE, max_message)
+            limit_received(self._socket, max_message)
             self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
             self._socket.setsockopt(zmq.IPV6, "[" in endpoint)
             if key is not None:

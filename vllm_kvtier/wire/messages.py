@@ -17,6 +17,7 @@ MAX_MESSAGE = 64 << 20  # bytes; the block hashes of 1M tokens in blocks of 16 t
 
 BlockHash = Annotated[bytes, msgspec.Meta(min_length=8, max_length=64)]
 BlockHashes = Annotated[list[BlockHash], msgspec.Meta(max_length=1 << 17)]
+Digest = Annotated[bytes, msgspec.Meta(max_length=64)]
 Name = Annotated[str, msgspec.Meta(max_length=512)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=86400)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
@@ -146,9 +147,9 @@ class LeaseRequest(msgspec.Struct, frozen=True, tag="lease_request"):
     instance: Name  # the instance that answered the handshake
     start: Count  # first token wanted
     block_hashes: BlockHashes
-    lora_fingerprint: bytes = b""
+    lora_fingerprint: Digest = b""
     export: Name = ""
-    digest: bytes = b""  # prefix digest of the whole export, including the partial block
+    digest: Digest = b""  # prefix digest of the whole export, including the partial block
     reply_host: Name = ""  # the requester's own endpoint, "" if it exports nothing
     reply_port: Count = 0
     from_prefix_cache: bool = False  # from the prefix cache, exported or not

@@ -25,6 +25,7 @@ logger = get_logger(__name__)
 
 MAX_SOCKETS = 4096  # a monitored socket is three, and ZMQ's own limit is 1023
 MAX_POLL_SECONDS = 86400.0  # options of users may be for months, and poll(2) takes 24 days at most
+MIN_SWEEP = 1024  # timers, from which on those that were cancelled are looked for
 _EVENT = struct.Struct("=HI")  # event, value: zmq_socket_monitor(3). pyzmq's own parser imports asyncio
 
 
@@ -62,6 +63,7 @@ class Reactor:
         self._fds: dict[int, Callable[[int], None]] = {}
         self._soon: deque[Callable[[], None]] = deque()
         self._timers: list[tuple[float, int, Timer]] = []
+        self._sweep_at = MIN_SWEEP
         self._order = itertools.count()
         self._stopping = False
         self.errors = 0  # events dropped because a callback raised, and errors that were caught elsewhere
@@ -161,6 +163,10 @@ class Reactor:
 
     def call_later(self, delay: float, callback: Callable[[], None]) -> Timer:
         timer = Timer(time.monotonic() + delay, callback)
+        if len(self._timers) >= self._sweep_at:  # peers decide how often some are cancelled, long before they are due
+            self._timers = [each for each in self._timers if each[2].callback is not None]
+            heapq.heapify(self._timers)
+            self._sweep_at = max(MIN_SWEEP, 2 * len(self._timers))
         heapq.heappush(self._timers, (timer.when, next(self._order), timer))
         return timer
 

@@ -68,27 +68,29 @@ class AdminRequests:
         block_hashes = hash_prompt(tokens, question.cache_salt, self._info.hash_function(), hash_block_size)
         match question:
             case m.PinPrompt():
-                self._pin(question, block_hashes, answer)
+                self._pin(question.question, question.pinned, block_hashes, answer)
             case m.Warm():
                 promoted = self._store is not None and self._store.promote(block_hashes)
                 reason = "" if promoted else "this engine's node store has no secondary tier, or does not answer"
                 answer(m.PinResult(question.question, len(block_hashes) if promoted else 0, reason))
             case _:
-                self._query(question, block_hashes, answer)
+                self._query(question.question, len(question.tokens), block_hashes, answer)
 
-    def _query(self, query: m.Query, block_hashes: list[bytes], answer: Answer) -> None:
+    def _query(self, number: int, prompt: int, block_hashes: list[bytes], answer: Answer) -> None:
+        """``prompt``: its tokens. The question itself is not kept: a client may send millions of tokens."""
+
         def on(num_hash_blocks: int) -> None:
             stored = num_hash_blocks * self._pool.hash_block_size
-            self._on_engine(lambda: answer(self._look_up(query, block_hashes, stored)))
+            self._on_engine(lambda: answer(self._look_up(number, prompt, block_hashes, stored)))
 
         pending = self._store.inspect(block_hashes) if self._store is not None and block_hashes else None
         on(0) if pending is None else pending.then(lambda p: on(getattr(p.outcome, "num_hash_blocks", 0)))
 
-    def _pin(self, question: m.PinPrompt, block_hashes: list[bytes], answer: Answer) -> None:
+    def _pin(self, number: int, pinned: bool, block_hashes: list[bytes], answer: Answer) -> None:
         def on(count: int, reason: str) -> None:
-            answer(m.PinResult(question.question, count, reason))
+            answer(m.PinResult(number, count, reason))
 
-        pending = self._store.pin(block_hashes, question.pinned) if self._store is not None else None
+        pending = self._store.pin(block_hashes, pinned) if self._store is not None else None
         if pending is None:
             on(0, "this engine uses no node store")
         else:
@@ -98,10 +100,10 @@ class AdminRequests:
         self.waiting.append(job)
         self._wake()
 
-    def _look_up(self, query: m.Query, block_hashes: list[bytes], stored: int) -> m.PrefixLengths:
+    def _look_up(self, number: int, prompt: int, block_hashes: list[bytes], stored: int) -> m.PrefixLengths:
         return m.PrefixLengths(
-            query.question,
-            prompt=len(query.tokens),
+            number,
+            prompt=prompt,
             gpu_cache=gpu_prefix(self._pool, self._info, block_hashes),
             exported=self._exports.longest_prefix(block_hashes, b""),
             stored=stored,

@@ -72,25 +72,26 @@ class Explainer:
                 answer(m.Explanation(question.question, len(question.tokens), hash_block_size, problem=reason[:512]))
                 return
             lora, lora_fingerprint = found
+        number, prompt = question.question, len(question.tokens)
         tokens = question.tokens[: self._info.max_tokens]
         block_hashes = vr.hash_prompt(tokens, question.cache_salt, self._info.hash_function(), hash_block_size, lora)
         pending = self._store.explain(block_hashes, lora_fingerprint) if self._store and block_hashes else None
 
         def on(outcome: object) -> None:
-            self._on_engine(lambda: answer(self._explained(question, block_hashes, lora_fingerprint, outcome)))
+            self._on_engine(lambda: answer(self._explained(number, prompt, block_hashes, lora_fingerprint, outcome)))
 
         on(None) if pending is None else pending.then(lambda p: on(p.outcome))
 
     def _explained(
-        self, question: m.Explain, block_hashes: list[bytes], lora_fingerprint: bytes, outcome: object
+        self, number: int, tokens: int, block_hashes: list[bytes], lora_fingerprint: bytes, outcome: object
     ) -> m.Explanation:
-        hash_block_size, tokens = self._pool.hash_block_size, len(question.tokens)
+        hash_block_size = self._pool.hash_block_size
         there = outcome if isinstance(outcome, sm.Explained) else sm.Explained(0, 0, [])
         cached = gpu_prefix(self._pool, self._info, block_hashes)
         stored = there.num_hash_blocks * hash_block_size
         peers = [m.Source(f"{h.host}:{h.port}", h.num_hash_blocks * hash_block_size) for h in there.holders]
         return m.Explanation(
-            question.question, tokens, hash_block_size,
+            number, tokens, hash_block_size,
             gpu_cache=cached, exported=self._exports.longest_prefix(block_hashes, lora_fingerprint), stored=stored,
             store=self._store.instance if self._store is not None else "",
             store_seconds=there.seconds, history_seconds=there.known,

@@ -278,6 +278,8 @@ class LeaseServer(LeaseListener[Connection]):
         if len(self._parked) >= MAX_PARKED:
             self._refuse(identity, request.lookup_id, Refusal.BUSY.value, "too many requests wait for prefills here")
             return
+        # Its export is found by name, and ``on_puller`` reads the last hash; a peer may send a million of them.
+        request = msgspec.structs.replace(request, block_hashes=request.block_hashes[-1:])
         follower = Parked(identity, request, time.monotonic() + request.wait_seconds, request.start)
         self._parked.append(follower)
         self._follow(follower)
