@@ -1,5 +1,6 @@
 """The node store answers out of its index, owns nothing of a connection longer than it lives, and survives nonsense."""
 
+import errno
 import fcntl
 import os
 import socket
@@ -457,6 +458,24 @@ def test_store_registered_memory_is_announced_and_used(tmp_path, monkeypatch):
             assert told == m.Ready(ready, 5120)
         assert min(client.reserve(BLOCK_HASHES)) > 0
     go.set()
+    server.stop()
+
+
+def test_store_that_ran_out_of_memory_takes_shares_of_what_it_has(tmp_path, monkeypatch):
+    inner = PoolMemory._commit
+
+    def first(self, start, end, threads):
+        if start:
+            raise OSError(errno.ENOMEM, "no more")
+        inner(self, start, end, threads)
+
+    monkeypatch.setattr(PoolMemory, "_commit", first)
+    server = make(tmp_path / "s.sock", size="256MiB")  # 16 MiB of it
+    with RawClient(server.path, engine_hello(pages=512)) as client:
+        assert eventually(lambda: client.stat().pool_bytes == 16 << 20)
+        assert len(client.store(BLOCK_HASHES)) == 7
+        assert client.ask(m.Pin(1, NAMESPACE_ID, BLOCK_HASHES, True)).count == 4  # pin_share: half
+        assert client.stat().index.pool_pages == 4096
     server.stop()
 
 

@@ -61,6 +61,10 @@ class BlockTable:
         """Memory below this page is usable. Never shrinks."""
         self._pool.grow(ready_pages)
 
+    def limit(self, pages: int) -> None:
+        """No more than so many pages will ever be usable: shares are of these."""
+        self._pool.pages = min(self._pool.pages, pages)
+
     def find(self, namespace_id: bytes, group: int, block_hash: bytes) -> BlockEntry | None:
         """The block if it is listed: ready, or being written. The caller must not keep it."""
         here = self._namespaces.get(namespace_id)

@@ -378,6 +378,7 @@ class StoreServer:
         self._watch_deadlines()
 
     def _progress(self) -> None:
+        self.index.limit(self.memory.usable // m.PAGE)
         self.index.grow(self.memory.ready // m.PAGE)
         ready = m.encode(m.Ready(self.memory.ready // m.PAGE, self.memory.usable // m.PAGE))
         for client in list(self._clients.values()):
