@@ -129,6 +129,25 @@ def test_pulls_transport_faults_fail_and_next_pull_reconnects(fault, words, capl
     assert not pair.run(pair.order(pull_of([5, 6], [3, 4]))).failed, "the next pull connects anew"
 
 
+@pytest.mark.parametrize("fault", ["fails", "corrupt", None])
+def test_pull_leaves_nothing_unverified_in_the_cache_of_a_cpu(fault):
+    """vLLM's CPU attention multiplies tokens of a block that are not used yet by zero, and NaN times zero is NaN."""
+    pair = Pair()
+    pair.there.compute_checksums([batch_of([3, 4], [TOKENS, 2])], None)
+    pair.transport.fault = fault
+    pages = [pair.here.view.pages(region) for region in pair.here.view.groups[0].regions]
+    order = pair.order(pull_of([5, 6], [3, 4], [TOKENS, 2]))
+    if fault == "fails":  # some of it had arrived
+        for page in pages:
+            page[[5, 6]] = 0xFF
+    result = pair.run(order)
+    assert result.bad_blocks == {"fails": {5, 6}, "corrupt": {5}, None: set()}[fault]
+    for block in (5, 6):
+        valid = 0 if block in result.bad_blocks else {5: TOKENS, 6: 2}[block]
+        assert not any(page[block, :, valid:].any() for page in pages)
+        assert not valid or pair.equal(block, block - 2, valid)
+
+
 @pytest.fixture
 def clock(monkeypatch):
     now = SimpleNamespace(now=100.0)

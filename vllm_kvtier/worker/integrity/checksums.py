@@ -59,7 +59,7 @@ class BlockChecksums:
                 group.compute(one - 1, one.astype(np.uint64), one)
 
 
-def _cells(region: Region, valid: np.ndarray) -> np.ndarray:
+def counted_cells(region: Region, valid: np.ndarray) -> np.ndarray:
     """int64 [n]: cells of the region that count in blocks with ``valid`` tokens."""
     return np.clip(-(-(valid - region.first_token) // region.cell_tokens), 0, region.tokens)
 
@@ -78,7 +78,7 @@ class _HostGroup:
     def compute(self, ids: np.ndarray, keys: np.ndarray, valid: np.ndarray) -> torch.Tensor:
         total = np.zeros(len(ids), dtype=np.uint64)
         for region, pages, r in self._regions:
-            cells = _cells(region, valid)
+            cells = counted_cells(region, valid)
             total += cells.astype(np.uint64) * np.uint64(region.outer * r.shape[2]) * np.uint64(checksum.M1)
             for count in np.unique(cells).tolist():
                 if count:
@@ -107,7 +107,7 @@ class _DeviceGroup:
         self._launches = [(f, torch.from_numpy(t).to(device)) for f, t in checksum.plan(table)]
 
     def compute(self, ids: np.ndarray, keys: np.ndarray, valid: np.ndarray) -> torch.Tensor:
-        words = sum(_cells(r, valid) * n for r, n in self._cell_words)
+        words = sum(counted_cells(r, valid) * n for r, n in self._cell_words)
         rows = np.stack([ids, keys.view(np.int64), valid, words], axis=1)
         # Triton launches on the thread's current device, which need not be the cache's.
         with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():

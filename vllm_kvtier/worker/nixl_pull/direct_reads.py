@@ -104,7 +104,8 @@ class DirectRead:
         return self.reads.memory.end_check(self.check)
 
     def close(self) -> None:
-        """It holds nothing."""
+        """It failed, and nothing writes its blocks any more."""
+        self.reads.memory.clear_unread(self.job.groups)
 
 
 def check_blocks(job: PullJob, num_blocks: int) -> None:

@@ -16,7 +16,7 @@ import torch
 from vllm_kvtier.jobs.transfer_jobs import ChecksumJob, GroupPull
 from vllm_kvtier.worker.cache_view import CacheView
 from vllm_kvtier.worker.copy.pinned_buffers import upload
-from vllm_kvtier.worker.integrity.checksums import BlockChecksums
+from vllm_kvtier.worker.integrity.checksums import BlockChecksums, counted_cells
 from vllm_kvtier.worker.nixl_pull.host_mirror import copy_blocks, mirror
 from vllm_kvtier.worker.nixl_pull.peer_memory import PeerMemory
 
@@ -98,6 +98,8 @@ class CacheMemory(PeerMemory):
             index = upload(g.local, self.arrived.device)
             wrong = checksums != self.arrived[index].to(checksums.device)
             parts.append((g.local, wrong.to("cpu", non_blocking=True)))
+            if not self._cuda:
+                self._clear(g, np.where(wrong.numpy(), 0, g.valid))
             # Right blocks can be exported without another pass; no reader accepts 0.
             self._write_table(g.local, torch.where(wrong, torch.zeros_like(checksums), checksums))
         return Check(self._mark(), parts)
@@ -107,6 +109,18 @@ class CacheMemory(PeerMemory):
         if not check.done():
             return None
         return {int(i) for ids, wrong in check.parts for i in ids[wrong.numpy()]}
+
+    def clear_unread(self, groups: list[GroupPull]) -> None:
+        for g in groups if not self._cuda else ():
+            self._clear(g, np.zeros(len(g.local), dtype=np.int64))
+
+    def _clear(self, g: GroupPull, valid: np.ndarray) -> None:
+        """Zero all that arrived behind the ``valid`` first tokens of each block. No request uses it as read, but vLLM's
+        CPU attention multiplies the unused part of a block by zero: NaN times zero is NaN."""
+        for region in self.view.groups[g.group].regions:
+            pages, counted = self.view.pages(region), counted_cells(region, valid)
+            for i in np.flatnonzero(counted < region.tokens).tolist():
+                pages[int(g.local[i]), :, int(counted[i]) :] = 0
 
     def _rearrange(self, group: int, start: np.ndarray, end: np.ndarray) -> None:
         """Move blocks ``start[i]`` to ``end[i]`` (the same blocks in another order), with their checksums."""

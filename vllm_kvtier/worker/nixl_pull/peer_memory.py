@@ -7,6 +7,7 @@
 
 import torch
 
+from vllm_kvtier.jobs.transfer_jobs import GroupPull
 from vllm_kvtier.wire.geometry import CacheGeometry
 from vllm_kvtier.worker.cache_view import CacheView
 from vllm_kvtier.worker.nixl_pull.nixl_transport import NixlTransport
@@ -24,6 +25,9 @@ class PeerMemory:
 
     def close(self) -> None:
         """Wait for work under way and give memory back; idempotent."""
+
+    def clear_unread(self, groups: list[GroupPull]) -> None:
+        """NIXL's read into these blocks failed, and writes them no more."""
 
     def geometry(self) -> CacheGeometry:
         """The geometry that a peer's memory must have to be copied here byte for byte."""
