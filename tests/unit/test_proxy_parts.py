@@ -156,6 +156,34 @@ def test_client_request_with_malformed_json_raises(body):
         ClientRequest(Route.CHAT, body)
 
 
+MANY = b"[" + b"[]," * (1 << 20) + b"1]"
+
+
+@pytest.mark.parametrize("name", ["messages", "stream", "vllm_xargs", "logprobs"])
+def test_json_of_too_many_values_is_not_parsed(name):
+    """64 MiB of empty lists take 3 GiB and the event loop for 14 s."""
+    with pytest.raises(BadRequest, match=f"{name} has more than 2097152 values") as caught:
+        request = ClientRequest(Route.CHAT, b'{"messages":[{"content":"a"}],"%s":%s}' % (name.encode(), MANY))
+        assert request.can_prefill_elsewhere
+    assert caught.value.status == 413
+    with pytest.raises(BadRequest, match="sampling_params has more than"):
+        ClientRequest(Route.GENERATE, b'{"token_ids":[1],"sampling_params":{"a":%s}}' % MANY)
+
+
+def test_json_of_too_many_fields_is_not_held():
+    body = b"{" + b",".join(b'"%x":0' % i for i in range(1025)) + b"}"
+    with pytest.raises(BadRequest, match="more than 1024 fields") as caught:
+        ClientRequest(Route.CHAT, body)
+    assert caught.value.status == 413
+    with pytest.raises(BadRequest, match="more than 2097152 colons"):
+        ClientRequest(Route.CHAT, b"{" + b'"a":0,' * (1 << 21) + b'"a":0}')
+
+
+def test_long_texts_and_media_are_no_values():
+    text = "a, b: " * (1 << 18) + "iVBO" * (1 << 20)
+    assert chat(text).prompt_chars > len(text)
+
+
 @pytest.mark.parametrize(
     ("request_", "possible"),
     [

@@ -159,6 +159,14 @@ async def test_passthrough_salts_whatever_the_content_type_says(path, given):
         assert b"victim" not in sent and b"cache_salt" in sent
 
 
+@pytest.mark.parametrize("name", ["cache_salt", "previous_response_id", "vllm_xargs"])
+async def test_passthrough_json_of_too_many_values_is_refused(name):
+    async with Cluster() as c:
+        body = b'{"input": "x", "%s": [%s1]}' % (name.encode(), b"[]," * (1 << 20))
+        reply = await c.client.post("/v1/responses", content=body)
+        assert reply.status_code == 413 and reply.json()["error"]["param"] == name and not c.d[0].passed
+
+
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-le", "utf-32-be"])
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/completions", "/custom"])
 async def test_bodies_in_all_encodings_of_json_are_salted(path, encoding):

@@ -22,8 +22,13 @@ from vllm_kvtier.proxy.core import ProxyCore
 from vllm_kvtier.proxy.engines.engine import AnswerTooLarge, Engine, EngineFailure, EngineSlot, Reply
 from vllm_kvtier.proxy.messages import response_rewriter
 from vllm_kvtier.proxy.messages.incoming_request import Incoming
-from vllm_kvtier.proxy.messages.request_bodies import BadRequest, as_utf8, read_object, remove_transfer_fields
-from vllm_kvtier.proxy.messages.transfer_params import UNREADABLE
+from vllm_kvtier.proxy.messages.request_bodies import (
+    BadRequest,
+    as_utf8,
+    read_field,
+    read_object,
+    remove_transfer_fields,
+)
 from vllm_kvtier.proxy.routes.client_answer import (
     Answer,
     AnswerBroken,
@@ -125,12 +130,7 @@ class Passthrough(EngineRequest):
             return body
         fields = read_object(body)
         remove_transfer_fields(fields)
-        try:
-            salt = None if (raw := fields.pop("cache_salt", None)) is None else msgspec.json.decode(raw)
-            previous = fields.get("previous_response_id")
-            self._response = None if previous is None else msgspec.json.decode(previous)
-        except UNREADABLE as error:
-            raise BadRequest(f"The request body is not a JSON object: {error}.") from error
+        salt, self._response = read_field(fields, "cache_salt"), read_field(fields, "previous_response_id")
         if salt is not None and not (isinstance(salt, str) and salt):
             raise BadRequest("cache_salt must be a non-empty string if given.", param="cache_salt")
         self._idempotent |= self._incoming.path == "/v1/responses" and fields.get("store") == msgspec.Raw(b"false")
