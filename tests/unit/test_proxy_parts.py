@@ -184,6 +184,54 @@ def test_long_texts_and_media_are_no_values():
     assert chat(text).prompt_chars > len(text)
 
 
+def renamed(route=Route.CHAT, **fields):
+    request = ClientRequest(route, json.dumps({"messages": [{}]} | fields).encode())
+    request.rename_media(lambda name: f"tenant's {name}")
+    return json.loads(request.body_for_decode("s", {}))
+
+
+def test_media_that_clients_name_are_renamed():
+    """vLLM keeps a picture by its uuid for the requests of all tenants."""
+    picture = {"type": "image_url", "image_url": {"url": "data:,"}, "uuid": "logo"}
+    theirs = picture | {"uuid": "tenant's logo"}
+    tool = {"type": "function", "function": {"parameters": {"properties": {"uuid": {"type": "string"}}}}}
+    other = [{"role": "tool", "content": '{"uuid": "logo"}', "uuid": "logo"}, {"content": [{"text": "uuid"}, "uuid"]}]
+    message = {"role": "user", "content": [picture, {"type": "text", "text": "a"}]}
+    found = renamed(messages=[*other, message], tools=[tool], n=1e-05)
+    assert found["messages"] == [*other, message | {"content": [theirs, message["content"][1]]}]
+    assert found["tools"] == [tool]
+    assert renamed(messages=[[message], [message]])["messages"][1][0]["content"][0] == theirs  # of a batch
+    assert renamed(data_1={"content": [picture]})["data_1"] == {"content": [theirs]}  # of a score
+    assert renamed(content_parts=[picture])["content_parts"] == [theirs]
+    assert renamed(content_parts=[{"uuid": 5}, {"uuid": None}])["content_parts"] == [
+        {"uuid": "tenant's 5"},
+        {"uuid": None},
+    ]
+    features = {"mm_hashes": {"image": ["logo"]}, "kwargs_data": {"image": [None]}}
+    theirs = features | {"mm_hashes": {"image": ["tenant's logo"]}}
+    assert renamed(Route.GENERATE, features=features)["features"] == theirs
+    assert renamed(Route.GENERATE, features=None)["features"] is None
+
+
+def test_media_names_behind_escapes_are_renamed():
+    body = rb'{"messages": [{"\u0063ontent": [{"\u0075\u0075id": "logo", "x": 1}]}]}'
+    request = ClientRequest(Route.CHAT, body)
+    request.rename_media(str.upper)
+    assert msgspec.json.decode(request.fields["messages"]) == [{"content": [{"uuid": "LOGO", "x": 1}]}]
+
+
+def test_media_names_differ_by_tenant_and_secret():
+    one, two = Tenants(b"x" * 32), Tenants(b"y" * 32)
+    names = {t.media_name(tenant, name) for t in (one, two) for tenant in (b"a", b"b") for name in ("logo", "cat")}
+    assert len(names) == 8 and one.media_name(b"a", "logo") in names
+
+
+@pytest.mark.parametrize("features", [{"mm_hashes": 5}, {"mm_hashes": {"image": [5]}}, 5])
+def test_features_that_cannot_be_renamed_are_refused(features):
+    with pytest.raises(BadRequest, match="features"):
+        renamed(Route.GENERATE, features=features)
+
+
 @pytest.mark.parametrize(
     ("request_", "possible"),
     [
@@ -229,6 +277,7 @@ def test_fuzz_client_request_is_routed_or_refused(body, messages, route):
     raw = json.dumps(body).encode()
     try:
         request = ClientRequest(route, raw)
+        request.rename_media(str)
         name_conversation(Tenants(b"x" * 32), b"tenant", request)
     except BadRequest as error:
         assert 400 <= error.status < 500 and str(error)

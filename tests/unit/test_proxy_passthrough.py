@@ -159,6 +159,23 @@ async def test_passthrough_salts_whatever_the_content_type_says(path, given):
         assert b"victim" not in sent and b"cache_salt" in sent
 
 
+@pytest.mark.parametrize(
+    "path",
+    ["/v1/chat/completions", "/v1/completions", GENERATE, "/v1/embeddings", "/v1/messages", "/tokenize", "/custom"],
+)
+async def test_media_that_tenants_name_alike_are_kept_apart(path):
+    part = {"type": "image_url", "image_url": {"url": "data:,"}, "uuid": "logo"}
+    body = {"messages": [{"role": "user", "content": [part]}], "content_parts": [part], "prompt": "a", "token_ids": [1]}
+    async with Cluster(extra_routes=("/custom",)) as c:
+        for client in ("ann", "bob"):
+            reply = await c.client.post(path, json=body, headers={"Authorization": f"Bearer {client}"})
+            assert reply.status_code == 200, reply.text
+        sent = [seen.body for engine in (*c.p, *c.d) for seen in (*engine.seen, *engine.passed)]
+        sent += [body for engine in c.d for body in engine.tokenized]
+        names = {each[0]["uuid"] for one in sent for each in (one["messages"][0]["content"], one["content_parts"])}
+        assert len(names) == 2 and "logo" not in names
+
+
 @pytest.mark.parametrize("name", ["cache_salt", "previous_response_id", "vllm_xargs"])
 async def test_passthrough_json_of_too_many_values_is_refused(name):
     async with Cluster() as c:

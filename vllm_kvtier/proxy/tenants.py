@@ -67,3 +67,7 @@ class Tenants:
         """The ``cache_salt`` for a tenant's request: 64 hexadecimal digits (vLLM allows 128 characters)."""
         own = b"" if client_salt is None else b"salted:" + client_salt.encode("utf-8", "surrogatepass")
         return self.digest(b"salt", tenant, own).hex()
+
+    def media_name(self, tenant: bytes, name: str) -> str:
+        """The name for engines of media that a tenant calls ``name``."""
+        return self.digest(b"media", tenant, name.encode("utf-8", "surrogatepass")).hex()

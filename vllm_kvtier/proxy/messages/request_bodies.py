@@ -6,6 +6,7 @@ for byte, and a prompt of a megabyte is not parsed more often than needed.
 
 import enum
 import json
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -37,6 +38,7 @@ _NOT_FOR_PREFILL_SAMPLING = (
 
 _Fields = dict[str, msgspec.Raw]
 _NULL = msgspec.Raw(b"null")
+_UUID = (b"uuid", *(b"\\u%04x" % letter for letter in b"uid"))  # as it may be written in JSON
 _MAX_ID_CHARS = 256
 
 # Parsing blocks the event loop, and a list takes fifty times as much memory as `[]`. No engine takes as many tokens,
@@ -139,6 +141,12 @@ class ClientRequest:
         """A field's value; None if it is absent or null."""
         return read_field(self.fields, name)
 
+    def rename_media(self, rename: Callable[[str], str]) -> None:
+        """As the function of this name."""
+        rename_media(self.fields, rename)
+        if self.route is Route.GENERATE and "features" in self.fields:
+            self.fields["features"] = _with_hashes_renamed(self.fields["features"], rename)
+
     def _take_text(self, name: str) -> str | None:
         value = self.get(name)
         self.fields.pop(name, None)
@@ -217,6 +225,51 @@ def remove_transfer_fields(fields: _Fields, nested: str = "vllm_xargs") -> None:
     if isinstance(args, dict) and any(name in args for name in _TRANSFER_FIELDS):
         kept = {k: v for k, v in args.items() if k not in _TRANSFER_FIELDS}
         fields[nested] = msgspec.Raw(msgspec.json.encode(kept))
+
+
+def rename_media(fields: _Fields, rename: Callable[[str], str]) -> bool:
+    """Rename the media that the client has named: engines keep media by these names, for the requests of all tenants.
+    True if there are any. Raises BadRequest."""
+    before = dict(fields)
+    for name, raw in before.items():
+        fields[name] = _with_parts_renamed(raw, name, rename, is_parts=name == "content_parts")
+    return any(fields[name] is not raw for name, raw in before.items())
+
+
+def _with_parts_renamed(
+    raw: msgspec.Raw, name: str, rename: Callable[[str], str], *, is_parts: bool = False, depth: int = 0
+) -> msgspec.Raw:
+    """``raw``: a message, or lists of such; ``is_parts``: the parts of one, or one part."""
+    text = bytes(raw)
+    if not any(sign in text for sign in _UUID):
+        return raw
+    if text.startswith(b"[") and depth < 2:
+        values = _decode(raw, name, list[msgspec.Raw])
+        renamed = [_with_parts_renamed(each, name, rename, is_parts=is_parts, depth=depth + 1) for each in values]
+        changed = any(new is not old for new, old in zip(renamed, values, strict=True))
+        return _encoded(renamed) if changed else raw
+    if not text.startswith(b"{"):
+        return raw
+    fields = _decode(raw, name, _Fields)
+    if is_parts:
+        given = read_field(fields, "uuid")
+        return raw if given is None else _encoded(fields | {"uuid": rename(str(given))})
+    content = fields.get("content", _NULL)
+    renamed_content = _with_parts_renamed(content, name, rename, is_parts=True)
+    return raw if renamed_content is content else _encoded(fields | {"content": renamed_content})
+
+
+def _with_hashes_renamed(raw: msgspec.Raw, rename: Callable[[str], str]) -> msgspec.Raw:
+    """``raw``: the ``features`` of tokens-in/tokens-out: media that were rendered before, by name."""
+    features = _decode(raw, "features", _Fields | None) or {}
+    if (given := features.get("mm_hashes")) is None:
+        return raw
+    hashes = _decode(given, "features.mm_hashes", dict[str, list[str]])
+    return _encoded(features | {"mm_hashes": {kind: list(map(rename, names)) for kind, names in hashes.items()}})
+
+
+def _encoded(value: Any) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode(value))
 
 
 def _with_params(sampling: dict[str, Any], transfer: Any) -> dict[str, Any]:

@@ -23,6 +23,7 @@ import enum
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -64,6 +65,7 @@ class Generation(EngineRequest):
     ):
         super().__init__(core, incoming, tenant, trace)
         self._request = request
+        request.rename_media(partial(core.tenants.media_name, tenant))
         self._headers = incoming.for_engines()
         self._name = name_conversation(core.tenants, tenant, request)
         self._salt = core.tenants.salt(tenant, request.client_salt)

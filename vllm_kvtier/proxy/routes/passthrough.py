@@ -13,6 +13,7 @@ import re
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
@@ -28,6 +29,7 @@ from vllm_kvtier.proxy.messages.request_bodies import (
     read_field,
     read_object,
     remove_transfer_fields,
+    rename_media,
 )
 from vllm_kvtier.proxy.routes.client_answer import (
     Answer,
@@ -79,6 +81,7 @@ _ROUTES = {
     **dict.fromkeys(("/v1/audio/transcriptions", "/v1/audio/translations"), PassthroughRoute(_POST, "decode")),
     "/v1/responses": PassthroughRoute(_POST, "decode", salted=True, idempotent=False),
 }
+_JSON = {path for path, rule in _ROUTES.items() if rule.methods == _POST and not path.startswith("/v1/audio/")}
 _STORED = re.compile(r"/v1/responses/(resp_[A-Za-z0-9_\-]{1,100})(/cancel)?")
 _NO_CONVERSATION = Name((), None, explicit=False)
 
@@ -126,9 +129,12 @@ class Passthrough(EngineRequest):
         Whatever its content type says: engines compare it without regard to case, others may ignore it. Only
         ``extra_routes`` may take bodies that are no JSON objects.
         """
-        if not self._rule.salted or (self._incoming.path not in _ROUTES and not self._is_json(body)):
+        if self._incoming.path not in _JSON and not (self._rule.salted and self._is_json(body)):
             return body
         fields = read_object(body)
+        has_media = rename_media(fields, partial(self._core.tenants.media_name, self._tenant))
+        if not self._rule.salted:
+            return msgspec.json.encode(fields) if has_media else body
         remove_transfer_fields(fields)
         salt, self._response = read_field(fields, "cache_salt"), read_field(fields, "previous_response_id")
         if salt is not None and not (isinstance(salt, str) and salt):
