@@ -163,6 +163,18 @@ def test_retained_source_compares_the_partial_block(same):
     assert peers.asked[1]["partial_up_to"] == 0
 
 
+@pytest.mark.parametrize("groups", [GROUPS, GROUPS[:1]])
+def test_retained_source_asks_for_no_more_than_a_message_takes(groups):
+    """The peer would end the connection, and with it the leases of all requests."""
+    made, peers = request(), Peers()
+    made.block_hashes = [bytes(32)] * (m.MAX_BLOCK_HASHES + 1)
+    made._all_token_ids = range(SIZE * len(made.block_hashes) + 1)  # all that its length is taken from
+    source = RetainedBlocksSource(load_context(groups, SIZE, peers))
+    _, pending = looked_up(source, made, Candidate(source, ("h", 1)))
+    m.decode_engine(m.encode(pending.answer.request))
+    assert len(peers.asked[0]["block_hashes"]) == m.MAX_BLOCK_HASHES
+
+
 def _with(t, pending):
     t.pending = pending
     return t

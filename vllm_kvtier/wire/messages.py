@@ -14,9 +14,10 @@ from vllm_kvtier.wire.geometry import CacheGeometry, GroupView
 
 PROTOCOL = 6
 MAX_MESSAGE = 64 << 20  # bytes; the block hashes of 1M tokens in blocks of 16 take 4 MiB
+MAX_BLOCK_HASHES = 1 << 17
 
 BlockHash = Annotated[bytes, msgspec.Meta(min_length=8, max_length=64)]
-BlockHashes = Annotated[list[BlockHash], msgspec.Meta(max_length=1 << 17)]
+BlockHashes = Annotated[list[BlockHash], msgspec.Meta(max_length=MAX_BLOCK_HASHES)]
 Digest = Annotated[bytes, msgspec.Meta(max_length=64)]
 Name = Annotated[str, msgspec.Meta(max_length=512)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=86400)]

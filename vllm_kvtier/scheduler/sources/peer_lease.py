@@ -26,8 +26,8 @@ from vllm_kvtier.scheduler.sources.base import (
 )
 from vllm_kvtier.vllm_compat import requests as vr
 
-# Of a prompt, in blocks of another engine. A message has at most 1 << 17, and the reactor does nothing else meanwhile:
-# 2.4 microseconds each (sha256_cbor, blocks of 16 tokens), 0.16 s.
+# Of a prompt, in blocks of another engine: half of what a message may have, because the reactor does nothing else
+# meanwhile. 2.4 microseconds each (sha256_cbor, blocks of 16 tokens), 0.16 s.
 MAX_OTHER_HASHES = 1 << 16
 
 

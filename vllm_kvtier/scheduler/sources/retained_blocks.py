@@ -68,6 +68,7 @@ class RetainedBlocksSource(PeerLeaseSource):
         if self._too_little(state, need):
             return None
         most = self._geometry.lookup_tokens(state.request.num_tokens)
+        most = min(most, m.MAX_BLOCK_HASHES * self._geometry.hash_block_size)  # more would end the connection
         hashes = self._block_hashes(state, most)
         partial = 0 if self._geometry.by_position or self._geometry.whole_blocks or candidate.whole_blocks else most
 
