@@ -591,6 +591,22 @@ def test_lease_server_oversized_message_disconnects_sender(make, monkeypatch):
     assert isinstance(asker.answer(source.address), LeasedBlocks)
 
 
+def test_lease_server_does_not_look_at_connections_without_leases(make, monkeypatch):
+    """ZMQ does not report those that have gone: after days they are thousands, and a step took milliseconds longer."""
+    source, looked = make(Source, lease_seconds=0.2), []
+    for _ in range(3):
+        with raw(source.address):
+            pass
+    with raw(source.address) as (socket, send, receive):
+        disconnect = source.table.disconnect
+        monkeypatch.setattr(source.table, "disconnect", lambda each: (looked.append(each), disconnect(each))[1])
+        source.table.add(export("keep"))
+        send(m.LeaseRequest(1, "source/1", 0, BLOCK_HASHES))
+        assert isinstance(receive(), m.LeaseGranted)
+        eventually(lambda: source.leases() == 0)  # it sends no heartbeat
+    assert len(looked) == 1 and len(source.endpoint._connections) == 4
+
+
 def test_lease_server_takes_no_more_from_a_client_than_it_reads(make, monkeypatch):
     """A question of two million tokens takes longer to read than to send."""
     monkeypatch.setattr(dealer, "MAX_RECEIVED_BYTES", 16 << 20)

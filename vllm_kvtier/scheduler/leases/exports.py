@@ -337,6 +337,11 @@ class ExportTable:
                 self._release(self._leases[lease_id])
             return len(leases)
 
+    def holders(self) -> list[Hashable]:
+        """The connections that hold leases."""
+        with self._lock:
+            return list(self._by_connection)
+
     def expire(self) -> float | None:
         """End what is overdue; returns the seconds until the next deadline, or None if there is none."""
         with self._lock:

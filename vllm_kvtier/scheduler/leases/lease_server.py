@@ -168,8 +168,10 @@ class LeaseServer(LeaseListener[Connection]):
         """After any change: report freed blocks, tell the workers whether peers read, set the next deadline."""
         now = time.monotonic()
         silent = now - self._config.lease_seconds
-        for identity, connection in list(self._connections.items()):
-            if connection.last_seen < silent and self._exports.disconnect(identity):
+        # Not all connections: ZMQ does not report those that have gone, and each step calls this.
+        for identity in self._exports.holders():
+            connection = self._connections.get(identity)
+            if connection is not None and connection.last_seen < silent and self._exports.disconnect(identity):
                 logger.warning(
                     "kvtier: lease server: a peer missed its heartbeat for %.0f s; its leases expired",
                     self._config.lease_seconds,
