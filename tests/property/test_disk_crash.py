@@ -58,6 +58,9 @@ class Loop:
         m.decode_to_server(m.encode(message))
         self.said.append(message)
 
+    def flush(self) -> None:
+        """It is received at once."""
+
     def make_workers(self, name, threads):
         self.workers.append(Workers(self, threads))
         return self.workers[-1]

@@ -4,6 +4,8 @@ use."""
 import os
 import random
 import shutil
+import socket
+import threading
 import time
 
 import numpy as np
@@ -15,8 +17,11 @@ from vllm_kvtier.store.protocol import PAGE
 from vllm_kvtier.store.tiers.disk import journal as j
 from vllm_kvtier.store.tiers.disk.directory import open_storage
 from vllm_kvtier.store.tiers.disk.file_ops import Files
+from vllm_kvtier.store.tiers.disk.process import DiskProcess
 from vllm_kvtier.store.tiers.disk.slot_table import ROW, SlotTable, pack, parents_first, unpack, without_conflicts
+from vllm_kvtier.store.tiers.process import main
 from vllm_kvtier.store.tiers.process import protocol as m
+from vllm_kvtier.wire.stream import read_frame, write_frame
 
 STORAGE = b"a storage's name"
 FILES = Files()
@@ -194,6 +199,28 @@ def keep(pool, path, moves, **more) -> None:
 
 
 MOVES = [move_of(i, 1 + 10 * i, 10, 1 + 20 * i) for i in range(5)]
+
+
+def test_disk_with_more_blocks_than_may_be_unsent_is_restored(tmp_path, pool, monkeypatch):
+    monkeypatch.setattr(main, "MAX_UNSENT_BYTES", 1 << 20)
+    count = 50_000  # 3 MB in messages
+    rows = np.zeros(count, ROW)
+    rows["place"], rows["pages"] = np.arange(1, count + 1), 1
+    rows["hash"] = np.frombuffer(np.random.default_rng(0).bytes(16 * count), "V16")
+    size = (count + 1) * PAGE
+    storage = open_storage(FILES, str(tmp_path), size, preallocate=False, direct=False)
+    storage.journal.replace(j.snapshot(rows, [SHAPE]))
+    storage.close(FILES)
+    ours, theirs = socket.socketpair()
+    thread = threading.Thread(target=main.TierProcessMain(pool, theirs, DiskProcess).serve, daemon=True)
+    thread.start()
+    write_frame(ours, m.encode(m.Open(options(tmp_path, size=size), pool.nbytes)))
+    found = 0
+    while isinstance(message := m.decode_to_server(read_frame(ours, time.monotonic() + 20, [])), m.Kept):
+        found += len(message.moves)
+    ours.close()
+    thread.join(20)
+    assert found == count and message.writable
 
 
 def test_disk_with_exchanged_data_file_starts_empty(tmp_path, pool):

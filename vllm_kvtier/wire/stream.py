@@ -9,6 +9,7 @@ message. All other methods run on the reactor's thread.
 
 import errno
 import os
+import select
 import socket
 import struct
 import threading
@@ -145,6 +146,15 @@ class Stream:
         raw = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         pid, uid, _ = _CREDENTIALS.unpack(raw)
         return pid, uid
+
+    def flush(self) -> None:
+        """Block until nothing is unsent, or the peer has ended."""
+        poller = select.poll()
+        while self._unsent:
+            poller.register(self._socket, select.POLLOUT)
+            if poller.poll()[0][1] != select.POLLOUT:
+                return
+            self._flush()
 
     def close(self, reason: str = "closed here") -> None:
         """Idempotent. Bytes in the kernel's buffer still arrive; unsent frames are dropped."""

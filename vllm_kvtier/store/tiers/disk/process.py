@@ -122,6 +122,7 @@ class DiskProcess:
         for at in range(0, len(rows), MAX_KEPT):
             shapes = list(self._shapes.values()) if not at else []
             self._host.send(m.Kept(list(unpack(rows[at : at + MAX_KEPT])), shapes))
+            self._host.flush()
         note = "; ".join(filter(None, [*storage.notes, self._data.note]))
         return m.Opened(not self._read_only, note[:MAX_SENTENCE], storage.capacity)
 

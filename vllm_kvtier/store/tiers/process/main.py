@@ -38,7 +38,7 @@ KINDS = {
     "mooncake": "vllm_kvtier.store.tiers.mooncake.reader:MooncakeReader",
     "mooncake_segment": "vllm_kvtier.store.tiers.mooncake.segment:MooncakeSegment",
 }
-MAX_UNSENT_BYTES = 256 << 20  # unsent bytes; the index of a large disk fits
+MAX_UNSENT_BYTES = 256 << 20  # unsent bytes, of a server that does not read
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 MAX_SENTENCE = 4096  # characters of protocol.Sentence
 
@@ -120,6 +120,10 @@ class TierProcessMain:
         return self._failed
 
     # -- the reactor's thread -----------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Wait until the server has read all that was sent: between the messages of an ``open`` that sends many."""
+        self._stream.flush()
 
     def _on_frame(self, frame: bytes) -> None:
         try:
