@@ -15,6 +15,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from vllm_kvtier.cache_kinds import CacheKind
 from vllm_kvtier.cache_kinds.full_attention import FullAttention
@@ -337,7 +338,7 @@ class ExportTable:
                 self._release(self._leases[lease_id])
             return len(leases)
 
-    def holders(self) -> list[Hashable]:
+    def holders(self) -> list[Any]:
         """The connections that hold leases."""
         with self._lock:
             return list(self._by_connection)
