@@ -79,6 +79,7 @@ class Exports(RuleBasedStateMachine):
         self.exports: dict[str, ModelExport] = {}  # not ended, oldest first
         self.ended: list[ModelExport] = []
         self.model_leases: dict[int, tuple[ModelExport, str, float]] = {}
+        self.by_name: set[int] = set()  # leases
         self.lent_at: dict[int, float] = {}
         self.served: set[int] = set()  # leased blocks' leases that NIXL reads
         self.unfreed: dict[int, ModelExport] = {}  # id of the pinned list -> export
@@ -197,6 +198,7 @@ class Exports(RuleBasedStateMachine):
             assert got is Refusal.NOTHING
         else:
             assert isinstance(got, Lease) and got.export is e.export and got.tokens == e.export.tokens
+            self.by_name.add(got.id)
             return self.leased(got, e, who)
         return 0
 
@@ -246,7 +248,7 @@ class Exports(RuleBasedStateMachine):
         assert self.table.release(lease, who, done) == mine
         if mine:
             e = self.unlease(lease)
-            if done and e.export.kind is LeaseKind.HANDOFF:
+            if done and lease in self.by_name and e.export.kind is LeaseKind.HANDOFF:
                 self.end(e)
 
     @rule(name=consumes(names))
@@ -405,6 +407,39 @@ def test_exports_lease_only_so_many_to_a_connection(monkeypatch):
     assert all(isinstance(each, Lease) for each in ask("another"))
     assert table.release(first[0].id, "one", False)
     assert isinstance(ask("one")[0], Lease)
+
+
+def test_exports_hand_off_is_consumed_by_its_reader_only():
+    """An engine with a prompt that begins alike finds it by hash, and is done before the one that it is for asks."""
+    tokens = [1] * (4 * HASH_BLOCK_SIZE)
+    table = ExportTable(HASH_BLOCK_SIZE, dict.fromkeys(LeaseKind, 100))
+    export = one_export("e", tokens, 1)
+    export.kind = LeaseKind.HANDOFF
+    table.add(export)
+    other = table.lease_by_hashes(block_hashes_of(tokens)[:2], b"", 0, "other", 5.0)
+    assert table.release(other.id, "other", done=True) and table.has("e")
+    own = table.lease_export("e", export.digest, b"", 0, "reader", 5.0)
+    assert table.release(own.id, "reader", done=True) and not table.has("e")
+
+
+def test_exports_search_by_hash_is_bounded(monkeypatch):
+    """Sliding windows: conversations with a common prefix that none of them can lease now."""
+    tried, covers = [], Export.covers
+    monkeypatch.setattr(Export, "covers", lambda *args: tried.append(args) or covers(*args))
+    tokens, count = [1] * (40 * HASH_BLOCK_SIZE), 100
+    table = ExportTable(HASH_BLOCK_SIZE, dict.fromkeys(LeaseKind, 1 << 20))
+    for n in range(count):
+        own = [*tokens, *[n] * (2 * HASH_BLOCK_SIZE)]
+        export = one_export(str(n), own, 1)
+        export.groups.append(GroupBlocks(HASH_BLOCK_SIZE, [0] * 40 + [50, 51], SlidingWindow(6)))
+        table.add(export)
+    alike = block_hashes_of([*tokens, *[200] * (2 * HASH_BLOCK_SIZE)])
+    assert table.lease_by_hashes(alike, b"", 0, "x", 5.0) is Refusal.NOTHING and len(tried) <= exports.MAX_TRIES
+    tried.clear()
+    assert table.longest_prefix(alike, b"") == 0 and len(tried) <= exports.MAX_TRIES
+    for n in range(count):
+        found = table.lease_by_hashes(block_hashes_of([*tokens, *[n] * (3 * HASH_BLOCK_SIZE)]), b"", 0, "x", 5.0)
+        assert isinstance(found, Lease) and found.tokens == 42 * HASH_BLOCK_SIZE
 
 
 def test_exports_longest_prefix_equals_leasable_tokens():

@@ -23,6 +23,9 @@ from vllm_kvtier.cache_kinds.full_attention import FullAttention
 # Seconds that a reader may keep blocks of the prefix cache that our own requests need.
 PEER_FETCH_SECONDS = 2.0
 MAX_LEASES = 4096  # of a connection: more than a peer has requests. Each message looks at all leases
+# Exports and lengths that one search by hash tries. Of models with windows hundreds of exports may have a common
+# beginning that none of them can lease any more; what can be leased is found first, at the end of an export.
+MAX_TRIES = 1024
 
 
 class LeaseKind(enum.Enum):
@@ -99,6 +102,7 @@ class Lease:
     start: int
     tokens: int
     served: bool = True  # it is read through NIXL, which has to be driven here
+    by_name: bool = False  # by the engine that a hand-off is for, not by one whose prompt begins alike
 
 
 class ExportTable:
@@ -250,7 +254,10 @@ class ExportTable:
                 return Refusal.BUSY
             if export.digest != digest or export.lora_fingerprint != lora_fingerprint:
                 return Refusal.DIGEST
-            return self._grant(export, start, export.tokens, connection, seconds, served)
+            granted = self._grant(export, start, export.tokens, connection, seconds, served)
+            if isinstance(granted, Lease):
+                granted.by_name = True
+            return granted
 
     def lease_by_hashes(
         self,
@@ -270,15 +277,19 @@ class ExportTable:
         with self._lock:
             if self.has_most(connection):
                 return Refusal.BUSY
-            refusal = Refusal.NOTHING
-            for i in range(len(block_hashes) - 1, max(-1, start // self._hash_block_size - 2), -1):
-                for export in self._holders(block_hashes, i, lora_fingerprint):
-                    for tokens in self._ends(export, i + 1, partial_up_to):
-                        granted = self._grant(export, start, tokens, connection, seconds, served)
-                        if isinstance(granted, Lease):
-                            return granted
-                        if granted is Refusal.NOT_READY:
-                            refusal = granted
+            refusal, first = Refusal.NOTHING, max(0, start // self._hash_block_size - 1)
+            found = (
+                (export, tokens)
+                for i in range(len(block_hashes) - 1, first - 1, -1)
+                for export in self._holders(block_hashes, i, lora_fingerprint)
+                for tokens in self._ends(export, i + 1, partial_up_to)
+            )
+            for export, tokens in itertools.islice(found, MAX_TRIES):
+                granted = self._grant(export, start, tokens, connection, seconds, served)
+                if isinstance(granted, Lease):
+                    return granted
+                if granted is Refusal.NOT_READY:
+                    refusal = granted
             return refusal
 
     def _ends(self, export: Export, num_hash_blocks: int, partial_up_to: int) -> list[int]:
@@ -293,20 +304,24 @@ class ExportTable:
     def longest_prefix(self, block_hashes: Sequence[bytes], lora_fingerprint: bytes) -> int:
         """Exported tokens of ``block_hashes`` that ``lease_by_hashes`` from token 0 would lease."""
         with self._lock:
-            for i in range(len(block_hashes) - len(block_hashes) % self._align - 1, -1, -self._align):
-                tokens = (i + 1) * self._hash_block_size
-                if any(export.covers(0, tokens) for export in self._holders(block_hashes, i, lora_fingerprint)):
-                    return tokens
-            return 0
+            indices = range(len(block_hashes) - len(block_hashes) % self._align - 1, -1, -self._align)
+            found = (
+                (export, (i + 1) * self._hash_block_size)
+                for i in indices
+                for export in self._holders(block_hashes, i, lora_fingerprint)
+            )
+            tries = itertools.islice(found, MAX_TRIES)
+            return next((tokens for export, tokens in tries if export.covers(0, tokens)), 0)
 
     def release(self, lease_id: int, connection: Hashable, done: bool) -> bool:
-        """End a lease of this connection. ``done`` consumes a hand-off. False if there is no such lease."""
+        """End a lease of this connection. ``done`` consumes a hand-off that was leased by its name. False if there is
+        no such lease."""
         with self._lock:
             lease = self._leases.get(lease_id)
             if lease is None or lease.connection != connection:
                 return False
             self._release(lease)
-            if done and lease.export.kind is LeaseKind.HANDOFF:
+            if done and lease.by_name and lease.export.kind is LeaseKind.HANDOFF:
                 self._end(lease.export)
             return True
 
