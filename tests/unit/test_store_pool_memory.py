@@ -77,6 +77,7 @@ def test_pool_size_leaves_the_memory_of_tiers():
     limits = MemoryLimits(16 * GIB, 12 * GIB, "this container's memory.max")
     plain = StoreOptions(object_url="file:///tmp/objects", mooncake_master="h:1", mooncake_trusted_network=True)
     assert bytes_beside_pool(StoreOptions()) == {}
+    assert sum(bytes_beside_pool(StoreOptions(disk_path="/disk", disk_size="4TiB")).values()) >= 3 * GIB
     tiers = bytes_beside_pool(plain)
     beside = sum(tiers.values())
     assert 4 * GIB + 200 * MIB < beside < 5 * GIB, "the segment, and the tables of two tiers"

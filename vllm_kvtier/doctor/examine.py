@@ -109,6 +109,8 @@ def _memory(options: Options) -> list[Check]:
     try:
         tiers = bytes_beside_pool(
             StoreOptions(
+                disk_path=str(options.disk or ""),
+                disk_size=options.disk_size,
                 object_url=options.object_url,
                 mooncake_master=options.mooncake_master,
                 mooncake_trusted_network=True,
@@ -117,7 +119,7 @@ def _memory(options: Options) -> list[Check]:
             )
         )
     except ConfigError as error:
-        return [fail("memory", str(error), "give --mooncake-... as the options store_mooncake_...")]
+        return [fail("memory", str(error), "give --mooncake-... and --disk-size as the options store_...")]
     segment = tiers.get("mooncake_segment", 0) if options.mooncake_protocol == "rdma" else 0
     return [limits.memory(options.store_size, tiers=tiers), limits.memlock(options.store_size, segment=segment)]
 

@@ -14,7 +14,7 @@ from vllm_kvtier.store.tiers.admission import Admission, admission
 from vllm_kvtier.store.tiers.base import Tier, TierCounts, Want
 from vllm_kvtier.store.tiers.content_tier import REMEMBERED_BYTES
 from vllm_kvtier.store.tiers.demotion import Demotion, DemotionLimits
-from vllm_kvtier.store.tiers.disk.tier import DiskTier
+from vllm_kvtier.store.tiers.disk.tier import TABLE_BYTES, DiskTier
 from vllm_kvtier.store.tiers.mooncake.options import MooncakeOptions
 from vllm_kvtier.store.tiers.mooncake.tier import MooncakeTier
 from vllm_kvtier.store.tiers.nodes.lease_table import NodeLeaseTable
@@ -26,6 +26,7 @@ from vllm_kvtier.store.tiers.process.tier_process import TierContext
 from vllm_kvtier.store.tiers.promotion import Promotion, Waiter
 from vllm_kvtier.store.tiers.read_time import Durations
 from vllm_kvtier.wire.reactor import Reactor
+from vllm_kvtier.wire.slots import PAGE
 
 # Client numbers in the index; connections count up from 1, promotion and leases count down.
 PROMOTION, DEMOTION, LEASES = -1, -1_000_000, -1_000_001
@@ -148,10 +149,13 @@ class TierStack:
 
 def bytes_beside_pool(options: StoreOptions) -> dict[str, int]:
     """Memory that the tiers of these options take beside the pool once they are full, by what it is: Mooncake's
-    segment, and what tiers of blocks named by content remember. Raises ConfigError for invalid options."""
-    tables = bool(options.mooncake_master) + bool(options.object_url)
+    segment, what tiers of blocks named by content remember, and the tables of a disk. Raises ConfigError for invalid
+    options."""
+    tables = (bool(options.mooncake_master) + bool(options.object_url)) * REMEMBERED_BYTES
+    if options.disk_path:
+        tables += parse_bytes(options.disk_size, "store option disk_size") // PAGE * TABLE_BYTES
     segment = MooncakeOptions.parse(options.named("mooncake_")).segment_bytes if options.mooncake_master else 0
-    beside = {"mooncake_segment": segment, "tables of its tiers": tables * REMEMBERED_BYTES}
+    beside = {"mooncake_segment": segment, "tables of its tiers": tables}
     return {what: nbytes for what, nbytes in beside.items() if nbytes}
 
 

@@ -171,11 +171,12 @@ class Room:
 
     def __init__(self, files: Files, fd: int, pages: int, rows: np.ndarray):
         self._files, self._fd = files, fd
-        change = np.zeros(pages + 1, np.int8)  # no two blocks begin, or end, at one page
+        self._allocated = bytearray(pages + 1)
         if pages:
+            change = np.frombuffer(self._allocated, np.int8)  # no two blocks begin, or end, at one page
             change[rows["place"]] += 1
             change[rows["place"] + rows["pages"]] -= 1
-        self._allocated = bytearray(np.cumsum(change, dtype=np.int8)[:pages].tobytes())
+            np.cumsum(change, out=change)
 
     def is_allocated(self, spans: Sequence[tuple[int, int]]) -> bool:
         """``spans``: (position, pages)."""
