@@ -145,7 +145,10 @@ class KVTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = "recompute"
     host_buffer: Annotated[
         Literal["auto", "always", "never"],
-        _doc("Whether pulls pass through host memory; auto: only if NIXL cannot read the devices directly."),
+        _doc(
+            "Whether pulls pass through host memory, without peer_fetch; auto: only if NIXL cannot read the devices "
+            "directly."
+        ),
     ] = "auto"
     nixl_backends: Annotated[
         tuple[str, ...], _doc("NIXL backends for transfers, in order of preference.", min_length=1)
@@ -182,7 +185,8 @@ class KVTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     wire_codec: Annotated[
         str | dict[str, str],
         _doc(
-            "Codec of pulls between engines, equal on both. Codecs other than raw use a host buffer for encoded pages."
+            "Codec of pulls between engines, equal on both. Codecs other than raw use a host buffer for encoded pages, "
+            "and switch peer_fetch off."
         ),
     ] = "raw"
     store_write: Annotated[

@@ -466,6 +466,16 @@ def test_fetch_without_nixl_and_shared_memory_is_unusable(tmp_path, no_nixl):
         half.stop()
 
 
+def test_fetches_are_off_behind_a_copy_of_the_cache_and_the_log_says_so(tmp_path, no_nixl, caplog):
+    caplog.set_level("INFO")
+    half = Half(tmp_path, rank_of(MODEL, BLOCKS, 0), memory=lambda view: CacheMemory(view, host_buffer=True))
+    try:
+        half.said(lm.Unusable)
+        assert half.made._exchange.fetching is None and "peer fetch: off" in caplog.text
+    finally:
+        half.stop()
+
+
 def test_fetch_job_before_setup_fails():
     half = worker_without_threads()
     half._fetch([order_of(pull_of([5], [3], 4))], StepWork(1))

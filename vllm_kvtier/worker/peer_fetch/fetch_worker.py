@@ -108,7 +108,8 @@ def open_node(
 ) -> tuple[FetchWorker | None, Shared | None]:
     """On the reactor's thread: (fetches from engines of this node, the memory that they may read), each None where it
     is unavailable, which is logged."""
-    if memory.transfer_view is not memory.view:  # peers read encoded blocks or a host mirror, not the cache itself
+    if memory.transfer_view is not memory.view:
+        logger.info("kvtier: peer fetch: off, because peers read a copy of the cache (wire_codec or host_buffer)")
         return None, None
     worker = shared = None
     try:
