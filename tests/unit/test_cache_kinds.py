@@ -141,3 +141,12 @@ def test_cache_kinds_only_are_asked_what_they_are():
     ]
     old = 'if self.window is not None and self.kind == "full":  # in journals from before there were more kinds'
     assert found == [f"store/index/types.py: {old}"]
+
+
+def test_cache_kinds_of_any_window_that_a_peer_sends_are_forgotten():
+    """Each lookup of another node's store names up to 64 of them: 60 MB/s stayed in the process."""
+    first = cache_kinds.get("sliding", 1)
+    for window in range(2, 10_000):
+        cache_kinds.get("sliding", window)
+    assert cache_kinds.get.cache_info().currsize < 5_000
+    assert cache_kinds.get("sliding", 1) == first

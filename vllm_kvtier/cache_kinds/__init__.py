@@ -19,7 +19,7 @@ A specification that no kind names is refused for that engine. Groups that vLLM 
 (``vllm_compat.layout.groups``).
 """
 
-from functools import cache
+from functools import lru_cache
 
 from vllm_kvtier.cache_kinds.base import CacheGroup, CacheKind, Contents, Split, describe_kind
 from vllm_kvtier.cache_kinds.chunked_local_attention import ChunkedLocalAttention
@@ -35,7 +35,7 @@ KINDS: dict[str, type[CacheKind]] = {
 }
 
 
-@cache
+@lru_cache(maxsize=1024)  # other nodes send any window
 def get(name: str, window: int | None = None) -> CacheKind:
     """Raises ValueError for an unknown name, and for a window that the kind does not have or lacks."""
     if name not in KINDS:
