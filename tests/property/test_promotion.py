@@ -105,7 +105,12 @@ class FakeTier(Tier):
 @dataclass
 class Clock:
     now: float = 0.0
+    step: float = 0.0  # passes each time that it is read
     timers: list = field(default_factory=list)
+
+    def read(self) -> float:
+        self.now += self.step
+        return self.now
 
     def call_later(self, delay, call):
         timer = _Timer(self.now + delay, call)
@@ -138,7 +143,7 @@ class World:
         self.groups = groups
         self.index.connect(ENGINE, HASH_BLOCK_SIZE, list(groups))
         self.tiers = tiers
-        self.promotion = Promotion(self.index, tiers, -1, self.clock.call_later, lambda: self.clock.now)
+        self.promotion = Promotion(self.index, tiers, -1, self.clock.call_later, self.clock.read)
 
     def want(self, block_hashes: bytes, start: int = 0, nodes=()) -> Want:
         return Want(
@@ -201,6 +206,31 @@ def test_promotion_of_a_tenants_blocks_counts_in_its_share_of_memory():
         disk.finish()
     assert ahead.over and world.quiet()
     assert world.here(block_hashes) == 6 + 65 // 4, "all of no tenant, and as many as tenant A may have"
+
+
+@pytest.mark.parametrize("share", [0.25, 1.0])
+def test_promotion_beyond_a_tenants_share_stops_only_that_tenants_promotions(share):
+    disk = FakeTier("disk")
+    world, of_a, of_b, more = World(disk, tenant_share=share), *(block_hashes_of(name, 80) for name in "abc")
+    world.clock.step = 0.001  # so long takes each reservation
+    tenants = {of_a: b"A", of_b: b"B", more: b"A"}
+    for block_hashes, tenant in tenants.items():
+        disk.num_hash_blocks[block_hashes[:HASH_BYTES]] = 80
+        disk.tenants |= {block_hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES]: tenant for i in range(80)}
+    lease = 0
+    for block_hashes in tenants:
+        world.ahead(block_hashes)
+        while disk.reads:
+            disk.finish()
+        lease = lease or world.index.lookup(ENGINE, NAMESPACE_ID, of_a, 0, EVERYTHING).lease  # A's blocks stay
+    there = [world.here(block_hashes) for block_hashes in tenants]
+    assert there == ([16, 16, 0] if share < 1 else [64, 0, 0])
+    world.index.release(ENGINE, lease)
+    world.clock.pass_(1.0)
+    world.ahead(more)
+    while disk.reads:
+        disk.finish()
+    assert world.here(more) == (16 if share < 1 else 64)
 
 
 def test_promotion_without_blocks_in_tiers_ends_at_once():

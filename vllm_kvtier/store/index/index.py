@@ -237,6 +237,10 @@ class Index(BlockTable):
         stats.refused_parent += answer.count(NO_PARENT_STORED)
         return answer
 
+    def exceeds_share(self, tenant: bytes, pages: int) -> bool:
+        """Whether a block of so many pages would be more than the tenant's share, so that memory may not be full."""
+        return self._room.exceeds_share(tenant, pages)
+
     def commit(self, client: int, slots: Sequence[int]) -> int:
         """These slots are written: their blocks are ready. Returns the number; slots not reserved by this client are
         ignored."""

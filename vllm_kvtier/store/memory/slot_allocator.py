@@ -92,6 +92,11 @@ class SlotAllocator:
             del self._tenants[name]
         return len(slots)
 
+    def exceeds_share(self, tenant: bytes, size: int) -> bool:
+        """Whether a slot of ``size`` would be more than the tenant's share."""
+        used = self._tenants[tenant].pages if tenant in self._tenants else 0
+        return bool(tenant) and self._share < 1 and used + size > int(self._share * self.pool.pages)
+
     def close(self) -> None:
         """Nothing is evicted any more. Ends the cycle of references with the owner of ``unlist``."""
         self._unlist = lambda entry: None

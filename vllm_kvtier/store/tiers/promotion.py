@@ -32,7 +32,7 @@ CHUNK_BYTES = 32 << 20
 CHUNK_BLOCKS = 256
 CHUNKS_IN_FLIGHT = 2  # chunks of one read: the tier has the next one when it ends the first
 # If all memory is in use, the failed reservation blocks the server for milliseconds. No job starts for this multiple of
-# that time.
+# that time. If a tenant has its share, nothing is reserved for that tenant.
 FULL_BACKOFF = 20.0
 MAX_JOBS = 256  # at a time; further lookups get what is in memory
 
@@ -118,7 +118,7 @@ class Promotion:
         self._jobs: dict[_JobKey, PromotionJob] = {}
         self._inbound: dict[BlockName, PromotionRead] = {}
         self._left_bytes: dict[Tier, int] = dict.fromkeys(self._tiers, 0)
-        self._full_until = 0.0  # backoff after a full memory
+        self._full_until: dict[bytes, float] = {}  # end of a backoff, by tenant; b"": memory is full
         for tier in self._tiers:
             tier.on_promotion_status = self._on_status
         self.promoted_blocks = self.promoted_bytes = self.refused_room = self.failed_blocks = 0
@@ -134,7 +134,7 @@ class Promotion:
         known = self._jobs.get(key)
         if known is not None:
             return known if known.progressing else None
-        if len(self._jobs) >= MAX_JOBS or self._clock() < self._full_until:
+        if len(self._jobs) >= MAX_JOBS or self._is_full(b""):
             return None
         job = self._jobs[key] = PromotionJob(key, want, pages_limit)
         self._seek(job, iter(self._tiers_for(want)))
@@ -249,13 +249,9 @@ class Promotion:
 
     def _reserve(self, read: PromotionRead, chunk: list[Block]) -> list[Block]:
         """Reserve slots for a chunk. Returns the blocks to read; other jobs read the rest, or there is no room."""
-        began = self._clock()
         slots: list[int] = []
         for tenant, some in groupby(chunk, lambda block: read.tier.tenant_of(*block.name)):
             slots += self._slots(read, tenant, list(some))
-        if slots[-1] == NO_ROOM:
-            now = self._clock()
-            self._full_until = now + FULL_BACKOFF * (now - began)
         got = []
         for block, slot in zip(chunk, slots, strict=True):
             if slot > 0:
@@ -275,8 +271,11 @@ class Promotion:
 
     def _slots(self, read: PromotionRead, tenant: bytes, blocks: list[Block]) -> list[int]:
         """``Index.reserve`` for blocks of one tenant."""
+        if tenant and self._is_full(tenant):
+            return [NO_ROOM] * len(blocks)
+        began = self._clock()
         try:
-            return self._index.reserve(
+            slots = self._index.reserve(
                 self._client(read.find.want),
                 read.find.want.namespace_id,
                 tenant,
@@ -289,6 +288,15 @@ class Promotion:
         except BadRequest as error:  # the namespace was cleared, and an engine with other groups uses it now
             logger.warning("kvtier: promotion: blocks are not promoted (%s)", error)
             return [NO_ROOM] * len(blocks)
+        if slots[-1] == NO_ROOM:
+            now = self._clock()
+            self._full_until = {each: until for each, until in self._full_until.items() if now < until}
+            full = tenant if self._index.exceeds_share(tenant, blocks[-1].pages) else b""
+            self._full_until[full] = now + FULL_BACKOFF * (now - began)
+        return slots
+
+    def _is_full(self, tenant: bytes) -> bool:
+        return self._clock() < self._full_until.get(tenant, 0.0)
 
     def _arrived(self, read: PromotionRead, blocks: list[Block], good: list[bool]) -> None:
         client = self._client(read.find.want)
