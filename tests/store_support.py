@@ -10,9 +10,11 @@ import random
 import socket
 import sys
 import time
+import weakref
 
 from vllm_kvtier.store import protocol as m
 from vllm_kvtier.store.client import Failed, StoreClient
+from vllm_kvtier.store.index.block_entry import BlockEntry
 from vllm_kvtier.store.memory.client_mapping import PoolMapping, shake_hands
 from vllm_kvtier.wire.reactor import Reactor
 from vllm_kvtier.wire.stream import read_frame, write_frame
@@ -36,6 +38,16 @@ def block_hashes_of(*lengths_and_names: tuple[int, object]) -> bytes:
             last = hashlib.blake2b(last + repr((name, number)).encode(), digest_size=m.HASH_BYTES).digest()
             hashes.append(last)
     return b"".join(hashes)
+
+
+class _Depth(float):
+    """A block's, which ends with the block."""
+
+
+def life_of(entry: BlockEntry) -> weakref.ref:
+    """A weak reference that dies with the block, which has none itself."""
+    entry.depth = _Depth(entry.depth)
+    return weakref.ref(entry.depth)
 
 
 def items_of(block_hashes: bytes, start: int = 0) -> tuple[list[int], bytes, bytes]:

@@ -128,7 +128,10 @@ def replay(
         if ids[0] >= 0:
             total, cached = total + len(ids), cached + here
             hits, disk_hits = hits + found.num_hash_blocks - here, disk_hits + promoted
-    counts = tier.counts() if tier is not None else None
+    counts, seconds = tier.counts() if tier is not None else None, time.process_time() - begun
+    for each in (index, gpu, tier):
+        if each is not None:
+            each.clear(None)  # the garbage collector does not see blocks
     return {
         "cache_hits": cached / total,
         "memory_hits": hits / total,
@@ -137,7 +140,7 @@ def replay(
         "stored_blocks": stored,
         "written_blocks": counts.written_blocks if counts else 0,
         "read_blocks": counts.read_blocks if counts else 0,
-        "us_per_block": 1e6 * (time.process_time() - begun) / total,
+        "us_per_block": 1e6 * seconds / total,
     }
 
 

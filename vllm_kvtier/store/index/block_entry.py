@@ -8,6 +8,8 @@ import enum
 from dataclasses import dataclass, field
 from typing import cast
 
+import msgspec
+
 from vllm_kvtier.store.index.types import HASH_BYTES, GroupShape
 
 LOOKUP_BATCH = 1 << 10  # blocks looked up at a time: most lookups miss from some block on
@@ -25,8 +27,10 @@ class State(enum.Enum):
 RESERVED, READY, GONE = State
 
 
-@dataclass(slots=True, eq=False, repr=False)
-class BlockEntry:
+class BlockEntry(msgspec.Struct, eq=False, gc=False):
+    """Not tracked by the garbage collector: visiting millions of blocks would stop the server for seconds. Hence one
+    that is removed must not be part of a cycle of references."""
+
     namespace: "NamespaceBlocks"
     group: int
     hash: bytes
@@ -47,6 +51,9 @@ class BlockEntry:
     # None while it has no parent: without self-references a dead entry does not wait for the cycle collector.
     prev: "BlockEntry | None" = None
     next: "BlockEntry | None" = None
+
+    def __repr__(self) -> str:
+        return f"<block {self.hash.hex()[:8]} of group {self.group}, {self.state.name}>"
 
     @property
     def name(self) -> BlockName:

@@ -416,7 +416,7 @@ def serve(path: str, options: StoreOptions, on_listening: Callable[[], None] = l
     signal.set_wakeup_fd(write_end)
     server.start()
     gc.collect()
-    gc.freeze()  # a full collection then only visits the index
+    gc.freeze()  # a full collection then only visits the index's tables, not its blocks
     logger.info(
         "kvtier: store: instance %s serves %s at %s (pid %d, %s)",
         server.instance[:8],

@@ -5,7 +5,6 @@ and ``direct`` as in ``StoreOptions``. Positions are numbers of 4 KiB pages belo
 ``size``); position 0 is never used.
 """
 
-import gc
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -300,8 +299,6 @@ class DiskTier(mv.ProcessTier):
         if filling is not self._filling:
             return  # its tier process has ended
         for _ in filling:
-            # Restored blocks live long: keep the garbage collector from visiting millions of them repeatedly.
-            gc.freeze()
             self._reactor.call_soon(lambda: self._fill(filling))
             return
         self._filling = None
@@ -313,7 +310,7 @@ class DiskTier(mv.ProcessTier):
         self.on_change()
 
     def _dismantle(self, steps: Iterator[None]) -> None:
-        """The garbage collector does not visit the blocks any more (``_fill``), so they are freed one by one."""
+        """The garbage collector does not see blocks, so they are freed one by one."""
         for _ in steps:
             self._reactor.call_soon(lambda: self._dismantle(steps))
             return
