@@ -1,9 +1,11 @@
 """A prompt whose KV an engine with another block size has: its hashes, its lease and the workers' rows."""
 
 import itertools
+import math
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from source_fakes import load_context, make_matcher
 from support import _hasher, make_request
@@ -14,9 +16,11 @@ from vllm.v1.request import Request
 from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.scheduler.engine_identity import EngineIdentity
 from vllm_kvtier.scheduler.integrity.checksum_index import ChecksumIndex, ContentKeys
-from vllm_kvtier.scheduler.leases.lease_client import LeaseClient, LeasedBlocks, PendingLease
+from vllm_kvtier.scheduler.leases.lease_client import FollowedLease, LeaseClient, LeasedBlocks, PendingLease
+from vllm_kvtier.scheduler.matching.request_matcher import RequestMatcher
 from vllm_kvtier.scheduler.matching.request_state import lora_fingerprint_of
 from vllm_kvtier.scheduler.sources import peer_lease
+from vllm_kvtier.scheduler.sources.followed_prefill import FollowedPrefillSource
 from vllm_kvtier.shapes.read_paths import ReadPath
 from vllm_kvtier.vllm_compat import requests as vr
 from vllm_kvtier.wire import messages as m
@@ -142,6 +146,35 @@ def test_lease_beyond_the_prompts_hashes_is_refused(tokens):
     assert matcher.match(request, 0) == (None, False)
     peers.grant(tokens)
     assert matcher.match(request, 0) == (0, False) and peers.released == [7]
+
+
+@pytest.mark.parametrize("mine, theirs", [(8, 4), (4, 8)])
+def test_followed_prefill_of_other_block_sizes_with_equal_hashes_lands_at_its_tokens(mine, theirs):
+    """Tensor parallel sizes may differ so that one group has other block sizes, and the hashes cover as many tokens."""
+    length, followed = 46, []
+
+    def follow(address, max_wait, notify, **fields):
+        request = m.LeaseRequest(1, "", follow=True, **fields)
+        followed.append(FollowedLease(address, request, math.inf, max_wait=max_wait, notify=notify))
+        return followed[0]
+
+    peers = SimpleNamespace(follow=follow, stop_following=lambda *_: None)
+    load = load_context([(mine, None), (4, 9)], 4, peers, config=KVTierConfig(pull_threshold=1))
+    matcher = RequestMatcher(load, [FollowedPrefillSource(load)])
+    request = make_request("r", list(range(length)), 4, {**HANDOFF, "kvtier": {"export": "e", "follow": True}})
+    assert matcher.match(request, 0) == (None, False)
+    sizes = theirs, 4
+    blocks = [list(range(100, 100 - (-length // size))) for size in sizes]
+    followed[0].outcome = LeasedBlocks(
+        ("a", 1), "a/1", 7, 0, length, blocks, [], ReadPath.STAGED, False, hash_block_size=4, block_tokens=sizes,
+    )  # fmt: skip
+    followed[0].grants.append(followed[0].outcome)
+    assert matcher.match(request, 0) == (length - 1, True)
+    matcher.allocated(request, tuple(list(range(1, 1 - (-length // size))) for size in (mine, 4)), length - 1)
+    [job], _ = matcher.take_jobs()
+    for pull, ours, size in zip(job.groups, (mine, 4), sizes, strict=True):
+        shifts = np.zeros(len(pull.local), int) if pull.shifts is None else pull.shifts
+        assert (shifts == (pull.local - 1) * ours - (pull.remote - 100) * size).all()
 
 
 @pytest.mark.parametrize("missing, taken", [((0, 1, 2, 3, 4, 5, 6, 7), True), ((8,), False)])

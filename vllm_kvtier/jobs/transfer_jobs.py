@@ -42,8 +42,10 @@ class GroupPull:
 
     @classmethod
     def join(cls, group: int, parts: Sequence["GroupPull"]) -> "GroupPull":
-        """The blocks of all ``parts``, which are of this group, in blocks of our size."""
-        fields = (("local", np.int64), ("remote", np.int64), ("keys", np.uint64), ("valid", np.int32))
+        """The rows of all ``parts``, which are of this group and of one source."""
+        fields = [("local", np.int64), ("remote", np.int64), ("keys", np.uint64), ("valid", np.int32)]
+        if any(part.shifts is not None for part in parts):
+            fields.append(("shifts", np.int32))
         return cls(group, *(np.concatenate([np.zeros(0, t), *(getattr(p, n) for p in parts)]) for n, t in fields))
 
     @property

@@ -156,7 +156,7 @@ class FollowedPrefillSource(PrefillHandoffSource):
         return LookupHit(
             self, leased.instance, leased.lease, pending.start, leased.tokens if leased.final else pending.max_tokens,
             leased.blocks, address=leased.address, ranks=leased.ranks, path=leased.path,
-            same_layout=leased.same_layout,
+            same_layout=leased.same_layout, hash_block_size=leased.hash_block_size, block_tokens=leased.block_tokens,
         )  # fmt: skip
 
     def early_hit(self, state: RequestState) -> LookupHit | None:
