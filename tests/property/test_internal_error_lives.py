@@ -2,6 +2,7 @@
 each load that vLLM waits for comes to an end."""
 
 import sys
+from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +19,7 @@ from test_sync_load_lives import Connector, make  # noqa: F401
 from test_sync_load_lives import Life as EngineLife
 
 import vllm_kvtier
+from vllm_kvtier import containment
 from vllm_kvtier.connector import KVTierConnector
 from vllm_kvtier.containment import Containment
 from vllm_kvtier.jobs.results import LoadResult
@@ -228,6 +230,45 @@ def test_internal_errors_under_vllm_scheduler_keep_all_tokens_correct(make, asyn
         raised.update(life.raiser.raised)
         failed += life.contain.errors
     assert len(raised) > 60 and failed > 100, (failed, sorted(raised))
+
+
+class DisabledEngine(RaisingEngine):
+    """Too many errors disable the connector, also between a load's offer and its blocks: vLLM (0.32 on) asks then which
+    groups it fills."""
+
+    def __init__(self, make, seed, limit, **options):  # noqa: F811
+        super().__init__(make, seed, **options)
+        half, filled_groups = self.half, self.half.filled_groups
+        self.contain._clock, self.contain.recent = lambda: 0.0, deque(maxlen=limit + 1)
+        self.contain.on_limit = half._become_passive
+        half._access.refuse, half._info.group_ids = lambda reason: None, None
+        half._geometry = self.world.load.engine.geometry
+
+        def raises_at_times(name):
+            if self.rng.random() < 0.1:
+                raise RuntimeError("in filled_groups")
+            return filled_groups(name)
+
+        half.filled_groups = raises_at_times
+
+
+@pytest.mark.parametrize("limit", [0, 3])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_connector_disabled_at_any_error_keeps_all_tokens_correct(make, asynchronous, limit, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(containment, "MAX_ERRORS", limit)
+    monkeypatch.setattr(
+        ContainedConnector, "get_loaded_kv_cache_group_ids", watched("get_loaded_kv_cache_group_ids"), raising=False
+    )
+    disabled = 0
+    for seed in range(20):
+        life = DisabledEngine(make, seed, limit, asynchronous=asynchronous, priority=False, budget=1024)
+        events = {life.new: 3, life.store_answers: 4, life.step: 12, life.abort: 0.3, life.reset: 0.3, life.arm: 0.3}
+        for _ in range(120):
+            life.rng.choices(list(events), list(events.values()))[0]()
+        life.raiser.count = -1
+        life.end()
+        disabled += life.half._passive
+    assert disabled > 4
 
 
 # -- offloading --------------------------------------------------------------------------------------------------------

@@ -321,7 +321,10 @@ class KVTierConnectorScheduler(SchedulerParts):
             attempt("ending copies", self._offloader.cancel_all, 0.0)
         attempt("clearing tables", self._tables.clear)
         for request_id in self._matcher.request_ids():
-            attempt("release", self._release_all, request_id)
+            state = self._matcher.get(request_id)
+            # vLLM may be about to give blocks to a request with a hit. Otherwise it is released when matched again.
+            if state is None or state.life.state is not State.HIT:
+                attempt("release", self._release_all, request_id)
 
     def weights_changed(self, how: str) -> None:
         """The weights are not those of the namespace any more. From now on only this engine finds what it stores. It
