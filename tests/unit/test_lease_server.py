@@ -1,8 +1,12 @@
 """Endpoint and peers over real loopback sockets: everything that can go wrong between two engines' scheduler halves."""
 
+import contextlib
+import os
+import socket
 import threading
 import time
 from contextlib import contextmanager
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -605,6 +609,19 @@ def test_lease_server_does_not_look_at_connections_without_leases(make, monkeypa
         assert isinstance(receive(), m.LeaseGranted)
         eventually(lambda: source.leases() == 0)  # it sends no heartbeat
     assert len(looked) == 1 and len(source.endpoint._connections) == 4
+
+
+def test_connection_of_a_machine_that_vanished_ends(make, monkeypatch):
+    """The kernel finds out, on both sides: with ZMQ's defaults it would hold a descriptor for ever."""
+    monkeypatch.setattr(Asker, "near", "")  # over TCP
+    source, asker, seconds = make(Source), make(Asker), []
+    assert isinstance(asker.answer(source.address), LookupMiss)
+    for fd in [int(name) for name in os.listdir("/proc/self/fd") if Path("/proc/self/fd", name).is_socket()]:
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as each:  # OSError: it listens
+            if source.address in (each.getsockname(), each.getpeername()):
+                assert each.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+                seconds.append(each.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE))
+    assert seconds == [120, 120]
 
 
 def test_lease_server_takes_no_more_from_a_client_than_it_reads(make, monkeypatch):

@@ -23,13 +23,18 @@ _LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | _FAILED | _LOST
 _MAX_QUEUED = 1 << 16  # messages; more than ZMQ keeps for a socket
 MAX_RECEIVED_BYTES = 256 << 20  # of a connection, that wait to be read; the kernel slows the sender down
+# Seconds without data until the first probe and between two, and how many of them may be lost.
+_KEEPALIVE = {zmq.TCP_KEEPALIVE_IDLE: 120, zmq.TCP_KEEPALIVE_INTVL: 30, zmq.TCP_KEEPALIVE_CNT: 4}
 
 
-def limit_received(socket: zmq.Socket[bytes], max_message: int) -> None:
+def limit_connections(socket: zmq.Socket[bytes], max_message: int) -> None:
     """Bound what a peer sends faster than it is read: by ZMQ's own limits a connection keeps 1000 messages of any
-    size. Before the socket is connected or bound."""
+    size. And end connections of machines that have vanished. Before the socket is connected or bound."""
     socket.setsockopt(zmq.MAXMSGSIZE, max_message)
     socket.setsockopt(zmq.RCVHWM, min(1000, max(1, MAX_RECEIVED_BYTES // max_message)))
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    for option, value in _KEEPALIVE.items():
+        socket.setsockopt(option, value)
 
 
 @dataclass(frozen=True)
@@ -57,7 +62,7 @@ class Dealer:
         try:
             self._socket.setsockopt(zmq.LINGER, 200)
             self._socket.setsockopt(zmq.IDENTITY, os.urandom(16))
-            limit_received(self._socket, max_message)
+            limit_connections(self._socket, max_message)
             self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
             self._socket.setsockopt(zmq.IPV6, "[" in endpoint)
             if key is not None:

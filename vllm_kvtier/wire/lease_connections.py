@@ -15,7 +15,7 @@ import zmq
 
 from vllm_kvtier.logs import get_logger
 from vllm_kvtier.wire.auth import ClusterKey
-from vllm_kvtier.wire.dealer import Dealer, SocketEvents, limit_received
+from vllm_kvtier.wire.dealer import Dealer, SocketEvents, limit_connections
 from vllm_kvtier.wire.decoding import only
 from vllm_kvtier.wire.local import LocalDealer
 from vllm_kvtier.wire.messages import encode
@@ -184,7 +184,7 @@ class LeaseListener(Generic[Server]):
     def _listen(self, endpoint: str, key: ClusterKey | None, max_message: int) -> int:
         """Listen at "tcp://host:port" (port "*": any free one). Returns the port. Raises zmq.ZMQError."""
         self._socket = socket = self._reactor.context.socket(zmq.ROUTER)
-        limit_received(socket, max_message)
+        limit_connections(socket, max_message)
         socket.setsockopt(zmq.LINGER, 0)
         # A client whose connection broke comes back under its identity, also if the old one seems to be open.
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
