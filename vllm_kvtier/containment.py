@@ -65,7 +65,7 @@ class Containment:
         self._logged: set[tuple[str, int]] = set()
         self.recent: deque[float] = deque(maxlen=MAX_ERRORS + 1)
         self.errors = 0
-        self.on_limit: Callable[[], None] = lambda: None  # makes the side passive
+        self.on_limit: Callable[[], None] | None = None  # makes the side passive; None: a worker, which never is
 
     def failed(self, where: str) -> None:
         """Call while an exception is handled."""
@@ -87,6 +87,8 @@ class Containment:
 
     def disable(self, reason: str) -> None:
         """Make the side passive for good."""
+        if self.on_limit is None:
+            return
         logger.error("kvtier: connector: disabled (%s); this engine neither loads nor stores KV: restart it", reason)
         try:
             self.on_limit()

@@ -119,6 +119,12 @@ def test_containment_too_many_errors_disable_connector(apart, times, caplog):
     assert len(passive) == times == caplog.text.count("this engine neither loads nor stores KV")
 
 
+def test_containment_of_a_worker_does_not_say_that_it_is_disabled(contain, caplog):
+    for _ in range(MAX_ERRORS + 4):
+        contain.attempt("here", fail)
+    assert "Traceback" in caplog.text and "disabled" not in caplog.text
+
+
 def test_containment_insist_failing_twice_disables_connector(contain):
     passive, done = [], []
     contain.on_limit = lambda: passive.append(1)
