@@ -2,12 +2,18 @@
 
 import asyncio
 import contextlib
+import gc
+from array import array
 
 import msgspec
 from kv_event_publisher import BLOCK, publishing, stored
 from proxy_fakes import Cluster, turn
 
 from vllm_kvtier.proxy.config import EngineAddress
+from vllm_kvtier.proxy.kv_events import prompt_tokens
+from vllm_kvtier.proxy.kv_events.index import PromptTokens
+from vllm_kvtier.proxy.messages.request_bodies import ClientRequest, Route
+from vllm_kvtier.proxy.routing.conversations import Name
 
 LONG = "Hello. " * 200  # its tokens are its bytes
 TURN = [LONG, "Well?", "And then?"]
@@ -113,6 +119,66 @@ async def test_engine_that_does_not_tokenize_delays_one_request_only():
         assert sorted(now - was for now, was in zip(got(c), before, strict=True)) == [0, 1]
         for engine in c.d:
             engine.tokenize_hold.set()
+
+
+async def test_prompt_too_long_to_tokenize_in_time_leaves_ids_to_shorter_ones():
+    async with cluster(tokenize_timeout=0.5) as (c, _):
+        for engine in c.d:
+            engine.tokenize_hold = asyncio.Event()
+        assert (await c.chat(3 * LONG)).status_code == 200
+        for engine in c.d:
+            engine.tokenize_hold.set()
+        for text in (LONG, 4 * LONG, 2 * LONG):
+            assert (await c.chat(text)).status_code == 200
+        counts = c.core.state()["counts"]
+        assert (counts["tokenize_failed"], counts["tokenized"]) == (1, 2)
+
+
+async def test_prompts_are_not_held_parsed_while_engine_tokenizes():
+    async with cluster(tokenize_timeout=60) as (c, _):
+        for engine in c.d:
+            engine.tokenize_hold = asyncio.Event()
+        task = asyncio.create_task(c.chat(*[f"tokenized {LONG}"] * 3))
+        await c.until(lambda: any(engine.tokenized for engine in c.d))
+        requests = [each for each in gc.get_objects() if type(each) is ClientRequest]
+        (request,) = (each for each in requests if b"tokenized" in bytes(each.fields.get("messages", b"")))
+        assert request.prompt is None
+        for engine in c.d:
+            engine.tokenize_hold.set()
+        assert (await task).status_code == 200 and sum(map(len, (engine.seen for engine in c.d))) == 1
+
+
+async def test_token_ids_are_held_packed():
+    async with cluster() as (c, _):
+        for ids, held in (list(range(1000, 2000)), array("I", range(1000, 2000))), ([-1] * 1000, None):
+            request = ClientRequest(Route.COMPLETIONS, msgspec.json.encode({"prompt": ids}))
+            prompt = await c.core.tokenizer.prompt(request, Name((), None, explicit=False), "", {})
+            assert prompt.tokens == 1000 and (prompt.ids.tokens if prompt.ids else None) == held
+
+
+async def test_streams_do_not_hold_their_prompts():
+    async with cluster() as (c, _):
+        c.d[0].gate = c.d[1].gate = asyncio.Semaphore(1)
+        body = {"model": "m", "prompt": list(range(5000, 6000)), "stream": True}
+        async with c.client.stream("POST", "/v1/completions", json=body) as reply:
+            pieces = reply.aiter_raw()
+            await anext(pieces)
+            held = [each for each in gc.get_objects() if type(each) is PromptTokens and each.tokens[0] == 5000]
+            assert held == []
+            for _ in range(10):
+                c.d[0].gate.release()
+            assert b"[DONE]" in b"".join([piece async for piece in pieces])
+
+
+async def test_kept_ids_of_prompts_of_few_tokens_are_bounded(monkeypatch):
+    """Between the fields of JSON, clients can put spaces, which are no tokens."""
+    monkeypatch.setattr(prompt_tokens, "_MAX_KEPT_TOKENS", 1000)
+    async with cluster() as (c, _):
+        for i in range(20):
+            body = b'{"model":"m","messages":[{"role":"user","content":"%d"%s}]}' % (i, b" " * 2000)
+            await c.client.post("/v1/chat/completions", content=body)
+        assert c.core.state()["counts"]["tokenized"] == 20
+        assert len(c.core.tokenizer._kept) == 1000 // 130
 
 
 async def test_refused_tokenization_and_media_are_routed_without_ids():

@@ -22,9 +22,10 @@ from vllm_kvtier.proxy.routing.conversations import CHARS_PER_TOKEN, Name
 from vllm_kvtier.proxy.routing.prompt import Prompt
 
 _MAX_KEPT_TOKENS = 8 << 20  # of all prompts; four bytes each
+_ENTRY_TOKENS = 128  # what an entry takes beside its tokens
 _KNOWN_SHARE = 0.8  # of a prompt, by an earlier turn
 _MIN_TOKENS = 256  # whatever an engine has of a shorter prompt, computing it takes no longer than a request does
-_BACKOFF_SECONDS = 5.0  # after an engine that did not tokenize in time
+_BACKOFF_SECONDS = 5.0  # after an engine that did not tokenize in time: for prompts that are as long, or longer
 
 Key = tuple[bytes, int]  # digest of the prompt up to a turn, hash of what else changes its tokens
 
@@ -40,6 +41,7 @@ class PromptTokenizer:
         self._kept: OrderedDict[Key, array] = OrderedDict()
         self._kept_tokens = 0
         self._not_before = 0.0
+        self._too_long = 0  # prompts from this estimate on are not sent to engines before then
 
     async def prompt(self, request: ClientRequest, name: Name, salt: str, headers: dict[str, str]) -> Prompt:
         """The prompt with its ids, if they can be had. ``headers`` are sent to the engine."""
@@ -48,7 +50,7 @@ class PromptTokenizer:
         if estimate >= _MIN_TOKENS and self._has_choice():
             given = request.prompt
             if isinstance(given, list) and request.route is not Route.CHAT:
-                ids, total = given, len(given)
+                ids, total = _packed(given), len(given)
             elif _is_plain(request):
                 ids, total = await self._of_text(request, name, estimate, headers)
         known = None if ids is None else PromptTokens(ids, salt, request.model)
@@ -71,9 +73,12 @@ class PromptTokenizer:
                 self._count("tokens_kept")
                 return kept, max(len(kept), len(kept) + estimate - piece.tokens)
         engine = self._idlest()
-        if engine is None or time.monotonic() < self._not_before:
+        if engine is None or (time.monotonic() < self._not_before and estimate >= self._too_long):
             return None, estimate
-        ids = await self._tokenize(engine, msgspec.json.encode(body), headers)
+        encoded = msgspec.json.encode(body)
+        del body
+        request.drop_prompt()
+        ids = await self._tokenize(engine, encoded, headers, estimate)
         if ids is None:
             return None, estimate
         if name.pieces:
@@ -84,7 +89,7 @@ class PromptTokenizer:
         engines = [engine for engine in (*self._fleet.decode, *self._fleet.prefill) if engine.usable]
         return min(engines, key=lambda engine: (engine.load, engine.tokens), default=None)
 
-    async def _tokenize(self, engine: Engine, body: bytes, headers: dict[str, str]) -> array | None:
+    async def _tokenize(self, engine: Engine, body: bytes, headers: dict[str, str], estimate: int) -> array | None:
         """Its failures do not make the engine unavailable, because they may be caused by the prompt."""
         deadline = time.monotonic() + self.config.tokenize_timeout
         try:
@@ -96,23 +101,30 @@ class PromptTokenizer:
             finally:
                 reply.close()
         except EngineFailure:
-            self._not_before = time.monotonic() + _BACKOFF_SECONDS
+            now = time.monotonic()
+            self._too_long = min(self._too_long, estimate) if now < self._not_before else estimate
+            self._not_before = now + _BACKOFF_SECONDS
             self._count("tokenize_failed")
             return None
         tokenized = read_tokens(document) if reply.status == 200 else None
         self._count("tokenized" if tokenized is not None else "tokenize_refused")
-        try:
-            return None if tokenized is None else array("I", tokenized.tokens)
-        except OverflowError:
-            return None
+        return None if tokenized is None else _packed(tokenized.tokens)
 
     def _keep(self, key: Key, ids: array) -> None:
         if (before := self._kept.pop(key, None)) is not None:
-            self._kept_tokens -= len(before)
+            self._kept_tokens -= len(before) + _ENTRY_TOKENS
         self._kept[key] = ids
-        self._kept_tokens += len(ids)
+        self._kept_tokens += len(ids) + _ENTRY_TOKENS
         while self._kept_tokens > _MAX_KEPT_TOKENS:
-            self._kept_tokens -= len(self._kept.popitem(last=False)[1])
+            self._kept_tokens -= len(self._kept.popitem(last=False)[1]) + _ENTRY_TOKENS
+
+
+def _packed(ids: list[int]) -> array | None:
+    """In a tenth of the memory; None if one is no token id."""
+    try:
+        return array("I", ids)
+    except OverflowError:
+        return None
 
 
 def _is_plain(request: ClientRequest) -> bool:

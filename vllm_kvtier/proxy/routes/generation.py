@@ -100,7 +100,7 @@ class Generation(EngineRequest):
         except QueueFull as error:
             return self._queue_full(error)
         finally:
-            del self._request  # a stream may last for hours
+            del self._request, self._prompt, self._name  # a stream may last for hours
             if prefill is not None:
                 prefill.release()
             if decode is not None and (answer is None or answer.slot is None):
