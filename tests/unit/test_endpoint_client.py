@@ -8,6 +8,7 @@ import pytest
 import zmq.asyncio
 
 from vllm_kvtier.errors import PeerRefused
+from vllm_kvtier.proxy.deadlines import time_limit
 from vllm_kvtier.wire import client as c
 from vllm_kvtier.wire import messages as m
 
@@ -81,6 +82,31 @@ async def test_endpoint_client_connects_again_after_a_malformed_answer(engine):
             else:
                 with then:
                     await asked
+
+
+async def test_endpoint_client_keeps_no_question_after_its_timeout():
+    """Of a machine that takes nothing, a hundred prompts would be kept, of some megabytes each."""
+    context = zmq.asyncio.Context()
+    try:
+        with socket.socket() as reserved:
+            reserved.bind(("127.0.0.1", 0))  # and does not listen
+            port = reserved.getsockname()[1]
+            async with c.AsyncEndpointClient(timeout=0.3) as client:
+                with pytest.raises(TimeoutError):
+                    await client.query("127.0.0.1", port, [1])
+                with pytest.raises(TimeoutError):
+                    async with time_limit(0.05):
+                        await client.query("127.0.0.1", port, [2])
+                reserved.close()
+                router = context.socket(zmq.ROUTER)
+                router.bind(f"tcp://127.0.0.1:{port}")
+                client._timeout = 20.0
+                asked = asyncio.create_task(client.query("127.0.0.1", port, [3]))
+                _, frame = await router.recv_multipart()
+                asked.cancel()
+                assert m.decode_engine(frame).tokens == [3]
+    finally:
+        context.destroy(linger=0)
 
 
 @pytest.mark.parametrize("host", ["no such host", "*", "a b"])

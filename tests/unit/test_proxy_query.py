@@ -11,7 +11,7 @@ from proxy_fakes import Cluster, turn
 from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.errors import ConfigError
 from vllm_kvtier.proxy.config import EngineAddress, ProxyConfig
-from vllm_kvtier.proxy.core import ProxyCore
+from vllm_kvtier.proxy.core import MAX_QUERIES, ProxyCore
 from vllm_kvtier.proxy.messages.request_bodies import BadRequest
 from vllm_kvtier.proxy.routes.query import read_query
 from vllm_kvtier.scheduler.leases.exports import Export, ExportTable, GroupBlocks, LeaseKind
@@ -189,6 +189,20 @@ async def test_query_is_tokenized_by_decode_engine_first():
         assert reply.status_code == 503 and reply.json()["error"]["type"] == "upstream_error"
         assert all(engine.healthy and engine.outstanding == 0 for engine in (*c.core.prefill, *c.core.decode))
         c.d[1].tokenize_hold.set()
+
+
+async def test_queries_are_parsed_few_at_once():
+    async with cluster(query_timeout=4, queue_timeout=0.1) as c:
+        for engine in c.d:
+            engine.tokenize_hold = asyncio.Event()
+        first = [asyncio.create_task(ask(c, "u1")) for _ in range(MAX_QUERIES)]
+        await c.until(lambda: len(c.d[0].tokenized) == MAX_QUERIES)
+        reply = await ask(c, "u2")
+        assert reply.status_code == 503 and "Too many queries" in reply.text and reply.headers["retry-after"] == "1"
+        for engine in c.d:
+            engine.tokenize_hold.set()
+        assert [(await task).status_code for task in first] == [200] * MAX_QUERIES
+        assert (await ask(c, "u2")).status_code == 200
 
 
 async def test_query_tokenizer_refusal_reaches_client():

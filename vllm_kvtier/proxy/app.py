@@ -26,7 +26,7 @@ from vllm_kvtier.proxy.routes import admin
 from vllm_kvtier.proxy.routes.client_answer import JSON, Answer, refusal
 from vllm_kvtier.proxy.routes.following import FollowingGeneration
 from vllm_kvtier.proxy.routes.passthrough import Passthrough, find_passthrough
-from vllm_kvtier.proxy.routes.query import Query, read_query
+from vllm_kvtier.proxy.routes.query import answer_query
 from vllm_kvtier.proxy.routes.serving import CLOSING, QUIET_ROUTES, Receive, Send, Serving, Work
 
 _GENERATING = {route.value: route for route in Route}
@@ -117,7 +117,7 @@ class ProxyApp:
         return await FollowingGeneration(self.core, incoming, request, tenant, trace).answer()
 
     async def _query(self, incoming: Incoming, tenant: bytes, body: bytes, trace) -> Answer:
-        return await Query(self.core, read_query(body), tenant, incoming).answer()
+        return await answer_query(self.core, body, tenant, incoming)
 
     async def _forward(self, incoming: Incoming, rule, tenant: bytes, owner, body: bytes, trace) -> Answer:
         if owner is not None:

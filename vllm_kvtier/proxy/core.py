@@ -1,5 +1,6 @@
 """What all requests of the proxy share: engines, engine slots, routes, tenants, keys and counters."""
 
+import asyncio
 from collections import Counter
 
 from vllm_kvtier.logs import get_logger
@@ -28,6 +29,8 @@ from vllm_kvtier.wire.client import AsyncEndpointClient
 
 logger = get_logger(__name__)
 
+MAX_QUERIES = 4  # at once: token ids take ten times the memory of their body
+
 # Options that are read once; a change needs a restart.
 _FIXED = ("salt_secret_file", "trust_tenant_header", "cluster_key_file", "query_timeout")
 
@@ -54,6 +57,7 @@ class ProxyCore:
         self.events = KVEvents(self.fleet)
         self.tokenizer = PromptTokenizer(self.fleet, config, self.answers, self.count)
         self.router = Router(self.fleet, self._policy(config), config)
+        self.querying = asyncio.Semaphore(MAX_QUERIES)
         self.releaser = ExportReleaser(release or self._release)
         self.keys, self.admin_key = _read_keys(config)
         self._counts: Counter[str] = Counter()

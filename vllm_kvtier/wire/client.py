@@ -35,9 +35,9 @@ class _Connection:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     users: int = 0
 
-    def close(self) -> None:
+    def close(self, linger: int | None = None) -> None:
         if self.socket is not None:
-            self.socket.close()
+            self.socket.close(linger)
             self.socket = None
 
 
@@ -103,6 +103,10 @@ class AsyncEndpointClient:
                 except (msgspec.DecodeError, msgspec.ValidationError) as error:
                     connection.close()
                     raise PeerRefused(f"{address[0]}:{address[1]} sent a malformed answer: {error}") from error
+                except (TimeoutError, asyncio.CancelledError):
+                    # An engine that takes nothing would be sent questions of megabytes when it does again.
+                    connection.close(linger=0)
+                    raise
 
     async def _in_time(self, work: Awaitable[_Result]) -> _Result:
         """Raises TimeoutError."""

@@ -69,6 +69,19 @@ def read_query(body: bytes) -> ClientRequest:
     return request
 
 
+async def answer_query(core: ProxyCore, body: bytes, tenant: bytes, incoming: Incoming) -> Answer:
+    """As ``Query.answer``, when fewer than ``MAX_QUERIES`` are under way."""
+    try:
+        async with time_limit(core.config.queue_timeout):
+            await core.querying.acquire()
+    except TimeoutError:
+        return unavailable("Too many queries are under way; this one can be sent again.")
+    try:
+        return await Query(core, read_query(body), tenant, incoming).answer()
+    finally:
+        core.querying.release()
+
+
 class Query:
     """Runs one query, within at most two ``query_timeout``, one for each step.
 
