@@ -95,6 +95,21 @@ def test_scan_keeps_files_of_others_that_are_named_by_a_hash(tmp_path, place, na
     assert other.exists() and block.exists()
 
 
+def test_scan_removes_folders_that_have_been_empty_for_long(tmp_path, place):
+    """Each namespace has hundreds, and every scan lists them all."""
+    used, other = have(tmp_path, place, 1).parent, tmp_path / "others" / "0" / "00"
+    new, old = ((tmp_path / place.key(name * 16, 0, bytes(16))).parent for name in (b"o", b"p"))
+    for folder in new, old, other:
+        folder.mkdir(parents=True)
+    store = store_of(place)
+    for _ in range(3):
+        for folder in filter(os.path.exists, (used, old, old.parent, old.parent.parent, other)):
+            os.utime(folder, (1, 1))
+        store.scan_if_due()
+        allow_turn(tmp_path)
+    assert used.exists() and new.exists() and other.exists() and not old.parent.parent.exists()
+
+
 def test_only_one_store_scans_and_others_do_not_repeat_it(tmp_path, place):
     stores = [SharedDirectory(place, 10 * SIZE, scan_seconds=3600.0) for _ in range(3)]
     have(tmp_path, place, 1)

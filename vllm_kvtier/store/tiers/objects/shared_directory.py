@@ -29,10 +29,11 @@ TURN_SECONDS = 30.0  # until another store may scan if this one dies
 SCAN_PAUSE_FACTOR = 10  # times the duration of a scan: until the next one of any store
 MAX_PAUSE = 3600.0
 TOUCH_SECONDS = 60.0  # precision of a file's last use
-LEFT_SECONDS = 600.0  # age of a file that a killed store did not finish
+LEFT_SECONDS = 600.0  # age of a file that a killed store did not finish, and of a folder without blocks
 STAMP = ".kvtier-scan"
 # Paths in the directory, as of ObjectLocation.key: other files may be there that are named by a hash.
 _BLOCK = re.compile(r"[0-9a-f]{32}/\d+/([0-9a-f]{2})/\1[0-9a-f]{30}")
+_FOLDER = re.compile(r"[0-9a-f]{32}(?:/\d+(?:/[0-9a-f]{2})?)?")
 _UNFINISHED = re.compile(rf"(?:{_BLOCK.pattern}|{re.escape(STAMP)}|\.kvtier)#[0-9a-z]+")  # obstore's, and ours
 
 
@@ -121,7 +122,7 @@ class SharedDirectory:
             now = self._stamp.stat().st_mtime - TURN_SECONDS
         except OSError:
             now = 0.0
-        for path, name, found in self._files():
+        for path, name, found in self._files(now - LEFT_SECONDS):
             if _BLOCK.fullmatch(name):
                 used[int(found.st_mtime)] += found.st_size
             elif _UNFINISHED.fullmatch(name) and found.st_mtime < now - LEFT_SECONDS:
@@ -148,18 +149,25 @@ class SharedDirectory:
                 left -= found.st_size if second == newest else 0
         return files, nbytes
 
-    def _files(self) -> Iterator[tuple[str, str, os.stat_result]]:
-        """Path, path below the directory, and stat of all files; keeps the turn meanwhile."""
+    def _files(self, unused_since: float = 0.0) -> Iterator[tuple[str, str, os.stat_result]]:
+        """Path, path below the directory, and stat of all files; keeps the turn meanwhile. Removes folders that have
+        been empty since ``unused_since``."""
         root = str(self._root)
         folders, kept = [root], time.monotonic()
         while folders:
             if time.monotonic() - kept > TURN_SECONDS / 6:
                 self._end_turn(TURN_SECONDS)
                 kept = time.monotonic()
-            with suppress(OSError), os.scandir(folders.pop()) as entries:
+            folder, empty = folders.pop(), True
+            with suppress(OSError), os.scandir(folder) as entries:
                 for entry in entries:
+                    empty = False
                     if entry.is_dir(follow_symlinks=False):
                         folders.append(entry.path)
                     else:
                         with suppress(OSError):
                             yield entry.path, entry.path[len(root) + 1 :], entry.stat(follow_symlinks=False)
+            if empty and _FOLDER.fullmatch(folder[len(root) + 1 :]):
+                with suppress(OSError):
+                    if os.stat(folder).st_mtime < unused_since:
+                        os.rmdir(folder)
