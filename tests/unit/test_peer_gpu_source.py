@@ -8,6 +8,7 @@ from source_fakes import load_context
 from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.jobs.results import FetchResult
 from vllm_kvtier.jobs.transfer_jobs import MAX_PEERS_REMEMBERED
+from vllm_kvtier.scheduler.leases.lease_client import LeasedBlocks
 from vllm_kvtier.scheduler.sources.base import Candidate, LookupHit, LookupMiss
 from vllm_kvtier.scheduler.sources.peer_gpu import UNKNOWN_COST_WAIT, PeerGpuSource
 from vllm_kvtier.shapes.read_paths import ReadPath
@@ -99,6 +100,19 @@ def test_peer_gpu_unmappable_engine_is_asked_until_no_path_is_left():
     t = request()
     t.failed.add("third/1")
     assert not made.is_eligible(t, holder(640, "third/1"), 0), "it failed this request before"
+
+
+def test_peer_gpu_of_other_block_sizes_is_not_read():
+    """Its hashes may cover as many tokens as ours nevertheless, so that it is found."""
+    made, released = make()[0], []
+    made._lease_client = SimpleNamespace(release=lambda hit, done: released.append(hit.lease))
+    for size, found in (16, True), (8, False):
+        leased = LeasedBlocks(("h", 1), f"other/{size}", 7, 0, 640, [[1] * (640 // size)], [], ReadPath.MAPPED,
+                              hash_block_size=16, block_tokens=(size,))  # fmt: skip
+        answer = SimpleNamespace(outcome=leased, same_node_instance=leased.instance)
+        assert made.read_answer(SimpleNamespace(answer=answer)).found is found
+        assert made.is_eligible(request(), holder(640, leased.instance), 0) is found, "it is not asked again"
+    assert released == [7]
 
 
 def test_peer_fetch_skipped_if_computed_within_running_step():

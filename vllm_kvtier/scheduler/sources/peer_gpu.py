@@ -67,7 +67,10 @@ class PeerGpuSource(PeerLeaseSource):
         )  # fmt: skip
 
     def read_answer(self, pending: PendingLookup) -> LookupHit | LookupMiss:
-        result = super().read_answer(pending)
+        result, groups = super().read_answer(pending), self._geometry.groups
+        if result.found and result.block_sizes(groups) != tuple(size for size, _ in groups):
+            self.release(result, False)  # its hashes cover as many tokens nevertheless
+            result = LookupMiss("layout", "its blocks have other sizes")
         if not result.found and result.code == "layout":
             remember_peer(self._unreadable, pending.answer.same_node_instance, None)
         return result
