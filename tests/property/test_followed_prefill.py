@@ -55,6 +55,7 @@ class Client:
 
     def stop_following(self, pending, done):
         pending.cancelled = True
+        self.stopped.append(pending)
         for leased in pending.grants:
             if leased.final and done and leased.lease in self.held:
                 self.consumed.add(leased.lease)
@@ -411,3 +412,17 @@ def test_followed_prefill_lost_before_allocation_fails_the_load(end):
     world.run([lambda: None], [1], 1)
     assert p.state == "done" and p.bad == set(p.tables[0]) and not p.reads
     world.is_clean()
+
+
+@pytest.mark.parametrize("final", [False, True])
+def test_grant_with_a_gap_before_it_is_malformed(final):
+    """Any process may send it: an error in our code would count."""
+    world = World(GROUPS[0], 0)
+    own = {"export": "export-r", "follow": True}
+    params = {"do_remote_prefill": True, "remote_host": "p", "remote_port": 1, "kvtier": own}
+    request = make_request("r", list(range(40)), HASH_BLOCK_SIZE, params)
+    assert world.matcher.match(request, 0) == (None, False)
+    follow = world.client.followed[0]
+    follow.outcome = LeasedBlocks(("p", 1), "p/1", 1, 8, 40, [list(range(1, 9))], ["rank"], final=final)
+    follow.grants.append(follow.outcome)
+    assert world.matcher.match(request, 0) == (0, False) and follow in world.client.stopped

@@ -4,10 +4,14 @@ A worker sends its :class:`GroupView` (addresses and strides) and :class:`CacheG
 the handshake; ``worker.cache_view`` makes both from the engine's tensors.
 """
 
+from typing import Annotated
+
 import msgspec
 
 from vllm_kvtier import cache_kinds
 from vllm_kvtier.cache_kinds import CacheKind, describe_kind
+
+BlockTokens = Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
 
 
 class Field(msgspec.Struct, frozen=True):
@@ -98,7 +102,7 @@ class GroupView(msgspec.Struct, frozen=True):
     """
 
     group: int
-    block_tokens: int
+    block_tokens: BlockTokens
     kind: str
     window: int | None
     regions: tuple[Region, ...]
@@ -136,7 +140,7 @@ class RegionGeometry(msgspec.Struct, frozen=True):
 
 
 class GroupGeometry(msgspec.Struct, frozen=True):
-    block_tokens: int
+    block_tokens: BlockTokens
     kind: str
     window: int | None
     regions: tuple[RegionGeometry, ...]

@@ -149,7 +149,7 @@ class FollowedPrefillSource(PrefillHandoffSource):
         if answer.ended is not None:
             self._lease_client.stop_following(answer, done=False)
             return answer.ended
-        if not all(self._is_sound(pending, each) for each in list(answer.grants)):
+        if not self._are_sound(pending, list(answer.grants), pending.start):
             self._lease_client.stop_following(answer, done=True)
             return LookupMiss("malformed", "a malformed grant")
         leased = answer.grants[-1] if answer.complete else answer.grants[0]
@@ -165,11 +165,17 @@ class FollowedPrefillSource(PrefillHandoffSource):
     def fits(self, state: RequestState, hit: LookupHit) -> bool:
         return True  # ``read_answer`` checked what it was made of
 
-    def _is_sound(self, pending: PendingLookup, leased: LeasedBlocks) -> bool:
-        """Another process made it, and its numbers become indices."""
-        if not leased.final and any(leased.tokens % size for size, _ in self._geometry.groups):
-            return False
-        return self._fits(leased, pending.start, pending.max_tokens)
+    def _are_sound(self, pending: PendingLookup, grants: Iterable[LeasedBlocks], end: int) -> bool:
+        """Another process made them, and their numbers become indices. ``end``: of those before."""
+        for leased in grants:
+            if leased.start > (pending.start if leased.final else end):
+                return False
+            if not leased.final and any(leased.tokens % size for size, _ in self._geometry.groups):
+                return False
+            if not self._fits(leased, pending.start, pending.max_tokens):
+                return False
+            end = max(end, leased.tokens)
+        return True
 
     # -- load --------------------------------------------------------------------------------------------------------
 
@@ -212,8 +218,8 @@ class FollowedPrefillSource(PrefillHandoffSource):
             return self._close(f, "")
         ended = answer.ended  # before ``grants``, which do not change after it
         grants = answer.grants[f.used :]
-        bad = next((each for each in grants if not self._is_sound(f.state.pending, each)), None)
-        if f.failed or bad is not None or (ended is not None and ended.code in _GONE):
+        bad = not self._are_sound(f.state.pending, grants, f.given)
+        if f.failed or bad or (ended is not None and ended.code in _GONE):
             why = (
                 "a stretch was not read" if f.failed else "a malformed grant" if bad else ended.reason if ended else ""
             )
