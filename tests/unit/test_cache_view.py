@@ -169,6 +169,15 @@ def test_host_mirror_without_free_memory_is_refused(monkeypatch):
         mirror(cache())
 
 
+def test_mirror_takes_no_more_memory_than_was_checked(monkeypatch):
+    """torch rounds pinned memory up to a power of two: 65 GiB become 128."""
+    taken, empty = [], torch.empty
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "empty", lambda *size, **how: taken.append(how) or empty(*size, dtype=how["dtype"]))
+    mirror(cache())
+    assert taken and not any(how.get("pin_memory") for how in taken)
+
+
 def test_host_mirror_copy_of_invalid_ids_raises():
     view = cache()
     host = mirror(view)

@@ -19,7 +19,7 @@ _ALIGN = 64
 
 
 def mirror(view: CacheView, ranks: int = 1) -> CacheView:
-    """Host memory, pinned if CUDA is available, of the same geometry as ``view``.
+    """Host memory of the same geometry as ``view``.
 
     As in the cache, a block belongs to one group at a time, so groups share its bytes. A block's pages are dense and
     consecutive, so that a block of a group is contiguous. Raises KVTierError if the memory is not free.
@@ -31,8 +31,9 @@ def mirror(view: CacheView, ranks: int = 1) -> CacheView:
             f"a host buffer for the whole KV cache takes {format_bytes(nbytes * ranks)} of host memory"
             f"{f' on {ranks} ranks' * (ranks > 1)}, and {format_bytes(limits.fits)} are free ({limits.source})"
         )
-    # Alignment by hand: neither malloc nor the pinned allocator promises more than 16 bytes.
-    memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+    # Not pinned: torch would take up to twice as much, and copies to and from it are the CPU's (``_carry``). Alignment
+    # by hand: malloc promises no more than 16 bytes.
+    memory = torch.empty(nbytes, dtype=torch.uint8)
     memory.zero_()
     base = align(memory.data_ptr(), _ALIGN)
     groups = []
