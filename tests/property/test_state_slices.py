@@ -192,3 +192,25 @@ def test_states_with_an_impossible_division_are_refused(layout, change):
     infos[1] = msgspec.structs.replace(infos[1], groups=(msgspec.structs.replace(group, regions=regions),))
     with pytest.raises(KVTierError, match="layers.0"):
         map_source_ranks(ours.view.groups, ours.heads, 0, infos)
+
+
+@pytest.mark.parametrize("layout", ["SD"], indirect=True)
+@pytest.mark.parametrize("mine", [[[0, 1], [2, 3]], [[0], [1, 2], [3]], [[0, 1, 2, 3]]], ids=str)
+@pytest.mark.parametrize("theirs", [[[0, 1], [2, 3]], [[0], [1, 2], [3]], [[0, 1, 2, 3]]], ids=str)
+def test_states_are_read_from_other_stages_of_a_pipeline(layout, mine, theirs):
+    """Also where a stage there has as many layers as one here, and other ones."""
+    [rank] = ranks_of(Model(7, Backend.GDN_ATTN), 1, False)
+    [group] = rank.info.groups
+
+    def stages(layers):
+        for number, names in enumerate(layers):
+            regions = tuple(msgspec.structs.replace(group.regions[0], layer=f"layers.{name}") for name in names)
+            yield msgspec.structs.replace(
+                rank.info, rank=number, groups=(msgspec.structs.replace(group, regions=regions),)
+            )
+
+    infos = list(stages(theirs))
+    for number, ours in enumerate(stages(mine)):
+        parts = map_source_ranks(ours.groups, ours.heads, number, infos)
+        found = {part.source.rank for part in parts}
+        assert found == {n for n, names in enumerate(theirs) if set(names) & set(mine[number])}

@@ -211,7 +211,8 @@ def _group_parts(
 
 
 def _divided_alike(mine: GroupView, theirs: GroupView) -> bool:
-    return [(r.shares, r.runs) for r in mine.regions] == [(r.shares, r.runs) for r in theirs.regions]
+    """Also the same layers: other stages of a pipeline may have as many."""
+    return [(r.layer, r.shares, r.runs) for r in mine.regions] == [(r.layer, r.shares, r.runs) for r in theirs.regions]
 
 
 def _by_shares(group: GroupView) -> GroupView:
