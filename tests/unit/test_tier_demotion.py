@@ -309,6 +309,20 @@ def test_demotion_of_windowed_groups():
     assert b.index.find(NAMESPACE_ID, 1, hash_of(3)).depth == 3
 
 
+@pytest.mark.parametrize("how", ["all", "reuse"])
+@pytest.mark.parametrize("first", [0, 1])
+def test_demotion_min_tokens_of_states_is_the_whole_prefix(how, first):
+    """Of most prompts only the last state is stored."""
+    shapes = [GroupShape(1, 1), GroupShape(2, 1, kind="mamba")]
+    b = Bench(how, min_tokens=5 * HASH_BLOCK_SIZE, groups=shapes[::-1] if first else shapes)
+    for numbers, state, before in ((1, 2, 3, 4), 4, 2), ((11, 12, 13, 14, 15, 16), 16, 14):
+        b.store(*numbers, groups=(first,))
+        slots = b.index.reserve(1, NAMESPACE_ID, b"", [1 - first], block_hashes(state), block_hashes(before), NOWHERE)
+        b.index.commit(1, slots)
+        assert b.use(*numbers) == len(numbers)
+    assert sorted(b.written()) == [11, 12, 13, 14, 15, 16, 16]
+
+
 def test_demotion_of_cleared_batch_is_dropped():
     b = Bench()
     b.store(1)

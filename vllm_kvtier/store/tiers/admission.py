@@ -81,7 +81,11 @@ class Longer(Admission):
         self._inner.gone(entry)
 
     def _is_long(self, entry: BlockEntry) -> bool:
-        return entry.depth * entry.namespace.hash_block_size >= self._tokens
+        # A block that needs no parent knows its end only if the block before it is stored. Blocks of other groups that
+        # end with it have the same hash.
+        same = (table.get(entry.hash) for table in entry.namespace.tables)
+        depth = max((each.depth for each in same if each is not None), default=entry.depth)
+        return depth * entry.namespace.hash_block_size >= self._tokens
 
 
 ADMISSIONS = {"all": All, "reuse": Reuse}
