@@ -144,6 +144,30 @@ def test_pulls_are_refused_if_ranks_have_different_codecs(late, theirs):
     assert bool(access.refused) == bool(closed) == (theirs != "int8")
 
 
+def test_engine_whose_workers_do_not_report_says_so(caplog):
+    """As one over two nodes: it computed everything, and its log did not tell why."""
+    reasons, opened, identity = [], [], bare_identity("engine/1", SimpleNamespace(hash_block_size=16))
+    server = SimpleNamespace(open=lambda *_: opened.append(1), close=reasons.append)
+    access = PeerAccess(context_of(identity), server, None, None, None)
+    access.on_message(m.Described(0, (), ()))
+    access.look_for_workers()
+    assert "1 of its 2 workers" in reasons[0] and "several nodes" in caplog.text
+    for rank in (0, 1):
+        access.on_message(m.Described(rank, (), ()))
+        access.on_message(m.Register(SimpleNamespace(rank=rank), "raw"))
+    access.look_for_workers()
+    assert opened and len(reasons) == 1, "it was only late"
+
+
+def test_worker_that_cannot_be_read_has_reported():
+    reasons = []
+    access = PeerAccess(context_of(bare_identity()), SimpleNamespace(close=reasons.append), None, None, None)
+    for rank in (0, 1):
+        access.on_message(m.Unusable(rank, "no backend"))
+    access.look_for_workers()
+    assert reasons == ["no backend"] * 2
+
+
 @pytest.mark.parametrize("shared", [(True, True), (True, False)])
 def test_peer_directory_lists_only_engines_with_shared_memory(shared):
     """With host buffers or a wire codec no peer can; then the engines hold nothing that others would ask for."""

@@ -17,6 +17,7 @@ from vllm_kvtier.scheduler.leases.export_builder import RESERVE_PER_REQUEST
 from vllm_kvtier.scheduler.leases.exports import LeaseKind
 from vllm_kvtier.scheduler.matching.request_lifecycle import State
 from vllm_kvtier.scheduler.matching.transfer_params import read, write, write_report
+from vllm_kvtier.scheduler.peer_access import WORKERS_SECONDS
 from vllm_kvtier.scheduler.sources.base import Job
 from vllm_kvtier.scheduler.wiring import SchedulerParts
 from vllm_kvtier.vllm_compat import kv_events as vllm_events
@@ -41,6 +42,8 @@ class KVTierConnectorScheduler(SchedulerParts):
         self._contain.on_limit = self._become_passive
         self._pool.around_reset(self._before_reset, self._after_reset, self._contain)
         weights.watch(self)
+        if not self._info.unsupported:
+            self._reactor.call_later(WORKERS_SECONDS, self._access.look_for_workers)
         self._reactor.start()
 
     # -- vLLM's calls (scheduler's thread) ---------------------------------------------------------------------------

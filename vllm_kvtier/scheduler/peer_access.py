@@ -14,6 +14,8 @@ from vllm_kvtier.wire import messages as m
 
 logger = get_logger(__name__)
 
+WORKERS_SECONDS = 120.0  # after the start; all workers report as soon as this side listens
+
 
 class PeerAccess:
     """Open: the namespace and all ranks are known. Closed: the engine starts or sleeps, or its caches cannot be read.
@@ -30,6 +32,7 @@ class PeerAccess:
         self._info, self._identity, self._reactor = engine.info, engine.identity, engine.reactor
         self._server, self._store, self._offloader, self._sharing = server, store, offloader, sharing
         self._checksums_ready: dict[int, int] = {}  # by rank: the last step
+        self._present: set[int] = set()  # ranks
         self.refused: str | None = None  # the reason
 
     @property
@@ -50,11 +53,22 @@ class PeerAccess:
             self._sharing.leave()
         logger.warning("kvtier: this engine serves without pulls: %s", reason)
 
+    def look_for_workers(self) -> None:
+        """After WORKERS_SECONDS: those that cannot reach this side's socket send nothing."""
+        missing = self._info.world_size - len(self._present)
+        if missing and not self.refused:
+            self.close(
+                f"{missing} of its {self._info.world_size} workers have not reported, and until then it neither stores "
+                "nor loads KV: engines over several nodes are not supported, and all processes of an engine need the "
+                "same XDG_RUNTIME_DIR"
+            )
+
     def on_message(self, message: lm.LinkMessage) -> None:
         """Of a worker."""
         identity = self._identity
         match message:
             case lm.Described():
+                self._present.add(message.rank)
                 identity.described[message.rank] = message
                 self.open_if_ready()
             case lm.PoolReady() if self._store is not None:
@@ -69,6 +83,7 @@ class PeerAccess:
                 self._checksums_ready.setdefault(message.info.rank, -1)
                 self.open_if_ready()
             case lm.Unusable():
+                self._present.add(message.rank)
                 self.close(message.reason)
             case lm.Asleep():
                 if self._server.unusable is None:
