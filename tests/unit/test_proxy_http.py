@@ -2,15 +2,21 @@
 
 import asyncio
 import contextlib
+import errno
 import gc
 import json
+import os
+import resource
 import sys
+from functools import partial
 
+import aiohttp
 import anyio
 import httpx
 import pytest
 from proxy_fakes import ALONE, Cluster, alone, events, text_of, turn
 
+from vllm_kvtier.proxy.engines.engine_http import EngineHttp
 from vllm_kvtier.proxy.messages.buffers import Held
 from vllm_kvtier.proxy.messages.request_bodies import ClientRequest
 from vllm_kvtier.scheduler.matching.transfer_params import Hints, read
@@ -383,6 +389,20 @@ async def test_bodies_are_dropped_when_their_answers_begin():
             assert b"[DONE]" in b"".join([piece async for piece in pieces])
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/embeddings", "/v1/responses"])
+async def test_proxy_without_descriptors_makes_no_engine_unavailable(monkeypatch, path):
+    class Full:
+        async def request(self, *_, **__):
+            raise aiohttp.ClientConnectorError(None, OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
+
+    async with Cluster(d=2) as c:
+        monkeypatch.setattr(EngineHttp, "_connected", lambda self: Full())
+        reply = await c.client.post(path, json=turn("hello"))
+        assert reply.status_code == 503 and "retry-after" in reply.headers
+        assert all(engine.healthy and engine.instance == 0 for engine in c.core.fleet)
+        assert c.core.state()["counts"]["memory_full"] == 1
+
+
 async def test_prompts_are_not_held_parsed_while_requests_wait():
     async with Cluster() as c:
         c.p[0].hold = asyncio.Event()
@@ -514,8 +534,11 @@ async def test_proxy_command_starts_and_serves():
     """It serves; and an impossible option ends it with one sentence."""
     async with Cluster() as c:
         command = [sys.executable, "-m", "vllm_kvtier.proxy", "--port", "0", "--prefill", c.p[0].url]
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         process = await asyncio.create_subprocess_exec(
-            *command, "--decode", c.d[0].url, "--log-level", "info", stderr=asyncio.subprocess.PIPE
+            *(*command, "--decode", c.d[0].url, "--log-level", "info"),
+            stderr=asyncio.subprocess.PIPE,
+            preexec_fn=partial(resource.setrlimit, resource.RLIMIT_NOFILE, (200, most)),
         )
         url = None
         while url is None:
@@ -525,6 +548,7 @@ async def test_proxy_command_starts_and_serves():
         async with httpx.AsyncClient(trust_env=False) as client:
             reply = await client.post(f"{url}/v1/chat/completions", json=turn("hello"))
             assert reply.json()["choices"][0]["text"] == c.d[0].text(turn("hello"), 0)
+        assert resource.prlimit(process.pid, resource.RLIMIT_NOFILE) == (most, most)
         process.terminate()
         await asyncio.wait_for(process.communicate(), 20)
 

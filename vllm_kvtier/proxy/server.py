@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import resource
 import signal
 import ssl
 from collections.abc import Callable
@@ -60,6 +61,7 @@ def serve(settings: Settings, path: str | None, load: Callable[[], Settings]) ->
     Raises ConfigError before anything listens if a key, a certificate or a secret cannot be used.
     """
     check_secrets(settings.proxy)
+    _raise_descriptor_limit()
     logs.install(settings.server.log_level)
     options = settings.server
     app = create_app(settings.proxy)
@@ -90,6 +92,15 @@ def serve(settings: Settings, path: str | None, load: Callable[[], Settings]) ->
         # Without a file there is nothing to reload; the default action would end the process.
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
     server.run()
+
+
+def _raise_descriptor_limit() -> None:
+    """A request takes three; shells and systemd give 1,024."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    except (OSError, ValueError) as error:
+        logger.warning("kvtier: proxy: the limit of open files cannot be raised (%s)", error)
 
 
 def _reload_certificate(config: uvicorn.Config, old, new) -> None:

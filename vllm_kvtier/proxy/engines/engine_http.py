@@ -4,6 +4,7 @@ aiohttp takes a third of httpx's time per request, and the client is half of the
 """
 
 import asyncio
+import errno
 import io
 import ssl
 from collections.abc import AsyncIterator
@@ -26,6 +27,8 @@ _MAX_PLAIN_BODY_BYTES = 1 << 20
 _BROKEN_ERRORS = (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError)
 # No connection was made, so the engine cannot have started the request.
 _UNREACHED_ERRORS = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
+# This process or machine may open no more; its engines are well.
+_OWN_LIMITS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class EngineFailure(KVTierError):
@@ -44,7 +47,7 @@ class AnswerTooLarge(EngineFailure):
 
 
 class AnswersFull(AnswerTooLarge):
-    """An answer for which the proxy has no memory now."""
+    """An answer for which the proxy has no memory, or no descriptor, now."""
 
 
 class Reply:
@@ -223,6 +226,8 @@ class engine_errors:
             raise EngineFailure(f"{self._engine} could not be trusted ({error}).", unreached=True) from error
         if isinstance(error, aiohttp.ClientConnectorError):
             reason = error.os_error.strerror or error
+            if error.os_error.errno in _OWN_LIMITS:
+                raise AnswersFull(f"{self._engine} cannot be reached: {reason}", unreached=True) from error
             raise EngineFailure(f"{self._engine} refused the connection ({reason}).", unreached=True) from error
         if isinstance(error, aiohttp.ClientError):
             raise EngineFailure(f"{self._engine} broke off ({type(error).__name__}: {error}).") from error

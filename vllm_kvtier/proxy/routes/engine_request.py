@@ -38,7 +38,7 @@ class EngineRequest:
         """An engine's answer was not read to its end. ``repeatable``: the client may send the request again."""
         if isinstance(failure, AnswersFull):
             self._core.count("memory_full")
-            logger.warning("kvtier: proxy: max_buffered_bytes is used up (%s); the client gets an error", failure)
+            logger.warning("kvtier: proxy: no room for an answer (%s); the client gets an error", failure)
             if repeatable:
                 return memory_full()
             message = "The engine executed the request; the proxy had no memory for its answer."

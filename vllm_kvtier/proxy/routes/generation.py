@@ -176,7 +176,7 @@ class Generation(EngineRequest):
             finally:
                 reply.close()
         except AnswerTooLarge as failure:
-            logger.warning("kvtier: proxy: the answer to a prefill is too large (%s); its KV is not pulled", failure)
+            logger.warning("kvtier: proxy: the answer to a prefill cannot be had (%s); its KV is not pulled", failure)
             return Prefill.DONE, None
         except EngineFailure as failure:
             engine.mark_unavailable(str(failure))

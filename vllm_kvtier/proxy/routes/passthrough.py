@@ -201,7 +201,7 @@ class Passthrough(EngineRequest):
             try:
                 answer = await self._ask_one(engine, slot, body)
             except AnswerTooLarge as failure:
-                return self._answer_too_large(failure, self._idempotent)
+                return self._answer_too_large(failure, self._idempotent or failure.unreached)
             except EngineFailure as failure:
                 engine.mark_unavailable(str(failure))
                 if not (self._idempotent or failure.unreached):
