@@ -2,10 +2,14 @@
 
 import asyncio
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 
+import aiohttp
 import pytest
 from proxy_fakes import Cluster, text_of, turn
 
+from vllm_kvtier.proxy.config import EngineAddress
+from vllm_kvtier.proxy.engines.engine_http import EngineFailure, EngineHttp
 from vllm_kvtier.scheduler.matching.transfer_params import read
 
 
@@ -137,6 +141,40 @@ async def test_decode_request_goes_on_when_prefill_engine_dies():
         assert not to_d.aborted.is_set()
         c.d[0].hold.set()
         assert (await asked).status_code == 200 and len(c.d[0].seen) == 1
+
+
+@pytest.mark.parametrize("unreached", [True, False])
+async def test_prefill_that_did_not_reach_its_engine_is_not_followed(monkeypatch, unreached):
+    """The engine may be well but for its HTTP server: the decode engine would wait long for a name that never comes."""
+
+    async def ask(*_):
+        raise EngineFailure("no", unreached=unreached)
+
+    async with following() as c:
+        monkeypatch.setattr(c.core.prefill[0]._http, "ask", ask)
+        asked = asyncio.create_task(c.chat("hello"))
+        await c.until(lambda: not c.core.prefill[0].healthy)
+        c.d[0].hold.set()
+        assert (await asked).status_code == 200
+        assert read(c.d[0].seen[-1].body["kv_transfer_params"]).handoff is None if unreached else len(c.d[0].seen) == 1
+
+
+@pytest.mark.parametrize("errors, unreached", [(["refused"], True), (["broken", "refused"], False)])
+async def test_request_on_a_broken_connection_may_have_reached_its_engine(monkeypatch, errors, unreached):
+    made = {
+        "refused": aiohttp.ClientConnectorError(SimpleNamespace(host="h", port=1, ssl=True), OSError(111, "refused")),
+        "broken": aiohttp.ServerDisconnectedError(),
+    }
+    left = [made[each] for each in errors]
+
+    async def ask_once(*_):
+        raise left.pop(0)
+
+    http = EngineHttp("P0", EngineAddress(url="http://h:1"), 1.0)
+    monkeypatch.setattr(http, "_ask_once", ask_once)
+    with pytest.raises(EngineFailure) as failed:
+        await http.ask("POST", "/", None, {}, 5.0, True)
+    assert failed.value.unreached is unreached and not left
 
 
 async def test_decode_engine_that_answers_first_ends_prefill():

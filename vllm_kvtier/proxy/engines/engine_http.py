@@ -128,11 +128,14 @@ class EngineHttp:
                     return await self._ask_once(method, path, body, headers)
                 except _UNREACHED_ERRORS:
                     raise
-                except _BROKEN_ERRORS:
+                except _BROKEN_ERRORS as broken:
                     if not repeatable:
                         raise
-                    # If the engine is gone, it refuses the new connection at once.
-                    return await self._ask_once(method, path, body, headers)
+                    try:
+                        # If the engine is gone, it refuses the new connection at once.
+                        return await self._ask_once(method, path, body, headers)
+                    except _UNREACHED_ERRORS as error:
+                        raise broken from error  # it may have started the request before
 
     async def _ask_once(self, method: str, path: str, body: bytes | None, headers: dict[str, str]) -> Reply:
         data = io.BytesIO(body) if body is not None and len(body) > _MAX_PLAIN_BODY_BYTES else body

@@ -9,7 +9,8 @@ Failures, where they differ from ``routes.generation``:
 * The prefill engine dies: the decode engine goes on. It notices by itself, and computes what it lacks.
 * The export is at another endpoint than before (data-parallel ranks behind one URL): the decode request is sent again.
   Such an engine is not followed any more.
-* The prefill engine declines, or answers with an error: the decode request is cancelled. Then all is as without it.
+* The prefill engine declines, answers with an error, or was not reached: the decode request, which would wait long for
+  a prefill that does not come, is cancelled. Then all is as without it.
 * The decode engine answers before the prefill has ended (it has the prompt, or computed it): the prefill is cancelled.
 * The decode engine fails: when the prefill has ended, the next one gets its params.
 """

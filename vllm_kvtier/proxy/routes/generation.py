@@ -48,7 +48,8 @@ _PREFILL_DECLINED = (404, 405, 429)
 
 
 class Prefill(enum.Enum):
-    """How a prefill ended. CLIENT: with an answer for the client (4xx). LOST: perhaps with its engine."""
+    """How a prefill ended. CLIENT: with an answer for the client (4xx). LOST: perhaps with its engine,
+    which may have begun it."""
 
     DONE = enum.auto()
     CLIENT = enum.auto()
@@ -180,7 +181,7 @@ class Generation(EngineRequest):
             return Prefill.DONE, None
         except EngineFailure as failure:
             engine.mark_unavailable(str(failure))
-            return Prefill.LOST, None
+            return Prefill.FAILED if failure.unreached else Prefill.LOST, None
         if reply.status in _PREFILL_DECLINED:
             self._core.count("prefill_declined")
             return Prefill.DECLINED, None
