@@ -314,9 +314,9 @@ def _impossible(config: KVTierConfig):
             f"endpoint_host {host!r} listens beyond this machine, which needs a key shared by the cluster: "
             f"set cluster_key_file, or leave endpoint_host at 127.0.0.1."
         )
-    if host in _ANY_ADDRESS and advertised is None:
+    if host.strip("[]") in _ANY_ADDRESS and advertised is None:
         yield f"endpoint_host {host!r} is not an address that other engines can connect to: set advertise_host too."
-    if advertised is not None and advertised in _ANY_ADDRESS:
+    if advertised is not None and advertised.strip("[]") in _ANY_ADDRESS:
         yield f"advertise_host {advertised!r} is not an address that other engines can connect to."
     elif advertised is not None and _is_loopback(host) and not _is_loopback(advertised):
         yield (

@@ -122,7 +122,8 @@ def test_config_non_loopback_endpoint_with_key_is_accepted(tmp_path):
     key.write_text("k")
     with_key = {"cluster_key_file": str(key)}
     assert read({"endpoint_host": "10.0.0.1", **with_key}).endpoint_host == "10.0.0.1"
-    assert "set advertise_host too" in refusal({"endpoint_host": "0.0.0.0", **with_key})
+    for everywhere in ("0.0.0.0", "::", "[::]"):
+        assert "set advertise_host too" in refusal({"endpoint_host": everywhere, **with_key})
     assert read({"endpoint_host": "0.0.0.0", "advertise_host": "10.0.0.1", **with_key})
 
 

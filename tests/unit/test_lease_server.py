@@ -59,6 +59,22 @@ def raw(address, greet=True):
 # -- healthy -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6")
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+def test_lease_over_ipv6_is_granted_however_its_address_is_written(make, host):
+    """A pod's own address has no brackets, and the proxy names it without them, too."""
+    with socket.socket(socket.AF_INET6) as probe:
+        try:
+            probe.bind(("::1", 0))
+        except OSError as error:
+            pytest.skip(f"no IPv6 loopback: {error}")
+    source, asker = make(Source, endpoint_host=host), make(Asker)
+    source.table.add(export())
+    assert source.endpoint.host == "::1"
+    for written in ("::1", "[::1]"):
+        assert isinstance(asker.answer((written, source.endpoint.port), export="e", digest=b"digest"), LeasedBlocks)
+
+
 def test_lease_of_handoff_by_export_id_is_granted_and_released(make):
     source, asker = make(Source), make(Asker)
     source.table.add(export(tokens=8 * HASH_BLOCK_SIZE - 1))

@@ -48,7 +48,7 @@ class SocketEvents:
 
 
 class Dealer:
-    """``endpoint``: "tcp://host:port", an IPv6 address in brackets.
+    """``endpoint``: "tcp://host:port", an IPv6 address in brackets or not.
 
     Until ``close``, ZMQ reconnects under the same identity and then sends the queued messages. ``close`` drops queued
     messages. Raises zmq.ZMQError or ValueError if the endpoint is invalid or no socket is left.
@@ -64,7 +64,7 @@ class Dealer:
             self._socket.setsockopt(zmq.IDENTITY, os.urandom(16))
             limit_connections(self._socket, max_message)
             self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
-            self._socket.setsockopt(zmq.IPV6, "[" in endpoint)
+            self._socket.setsockopt(zmq.IPV6, endpoint.count(":") > 2)
             if key is not None:
                 key.secure_client(self._socket)
             reactor.add_socket(self._socket, lambda: drain(self._socket, events.on_message))

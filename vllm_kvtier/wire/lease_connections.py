@@ -182,13 +182,14 @@ class LeaseListener(Generic[Server]):
         """The connection has ended: end its leases."""
 
     def _listen(self, endpoint: str, key: ClusterKey | None, max_message: int) -> int:
-        """Listen at "tcp://host:port" (port "*": any free one). Returns the port. Raises zmq.ZMQError."""
+        """Listen at "tcp://host:port" (port "*": any free one), an IPv6 address in brackets or not. Returns the port.
+        Raises zmq.ZMQError."""
         self._socket = socket = self._reactor.context.socket(zmq.ROUTER)
         limit_connections(socket, max_message)
         socket.setsockopt(zmq.LINGER, 0)
         # A client whose connection broke comes back under its identity, also if the old one seems to be open.
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        socket.setsockopt(zmq.IPV6, "[" in endpoint)
+        socket.setsockopt(zmq.IPV6, endpoint.count(":") > 2)
         if key is not None:
             self._reactor.on_stop(key.secure_server(socket).stop)
         try:

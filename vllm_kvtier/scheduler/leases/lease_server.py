@@ -110,7 +110,7 @@ class LeaseServer(LeaseListener[Connection]):
                 f"kvtier cannot listen on {config.endpoint_host}:{port} ({error}); "
                 "set endpoint_port to a free port or to 0"
             ) from error
-        self.host = config.advertise_host or config.endpoint_host
+        self.host = (config.advertise_host or config.endpoint_host).strip("[]")  # as the proxy names it
         self._instance = instance
         self._local = self._listen_locally(instance) if instance else None
 
