@@ -551,16 +551,16 @@ def test_sleep_and_wake_leave_nothing_of_earlier_fetches(tmp_path, no_nixl):
     registered = lambda: len([x for x in half.heard if isinstance(x, lm.Register)])  # noqa: E731
     try:
         half.said(lm.Register)
-        before = len(callbacks)
+        before, watched = len(callbacks), descriptors_of_processes()
         for number in range(1, 4):
             half.step(order_of(pull_of([5], [3], 4)), sources={"s/1": source.infos})
             assert not half.results()[0].failed
             earlier.append(weakref.ref(half.made._exchange.fetching._fetches))
-            eventually(lambda: descriptors_of_processes() == 1)
+            eventually(lambda: descriptors_of_processes() == watched + 1)
             half.made.suspend()
             half.made.resume()
             eventually(lambda n=number: registered() == n + 1)
-        eventually(lambda: descriptors_of_processes() == 0)
+        eventually(lambda: descriptors_of_processes() == watched)
         eventually(lambda: gc.collect() >= 0 and not any(each() for each in earlier))
         assert len(callbacks) == before
     finally:
