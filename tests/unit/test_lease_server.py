@@ -487,7 +487,9 @@ def test_lease_server_reopened_is_another_instance(make, way):
     refused = make(Asker).answer(source.address)
     assert refused.code == "peer_starting" and "sleeps" in refused.reason
     source.table.add(export(kind=LeaseKind.RETAINED, first=30))
+    callbacks = len(source.reactor._on_stop)
     source.on_reactor(lambda: source.endpoint.open(NAMESPACE, m.Welcome(m.PROTOCOL, "source/2", ranks("other"))))
+    assert len(source.reactor._on_stop) == callbacks, "a trainer's engine sleeps at each step"
     if way == "unix":
         asker.near = "source/2"
 

@@ -39,7 +39,8 @@ class Region(msgspec.Struct, frozen=True):
 
     ``fields`` lists the meaning of a cell's numbers in logical order; together they fill the cell. In a cell of one
     token the fields follow one another. In a cell of several tokens each field holds [token, count] numbers, and
-    ``CacheView.arrangements`` maps them to memory. (): the meaning is unknown, and the region is stored byte for byte.
+    ``CacheView.cpu_page_layouts`` maps them to memory. (): the meaning is unknown, and the region is stored byte for
+    byte.
 
     ``separable``: a reader with the same ``packing`` knows which numbers of a cell belong to which token
     (``CacheView.token_layout``), also in cells of another number of tokens.

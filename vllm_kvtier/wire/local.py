@@ -96,6 +96,7 @@ class LocalServer:
         """Idempotent."""
         if self._listener.fileno() < 0:
             return
+        self._reactor.off_stop(self.close)
         self._reactor.remove_fd(self._listener.fileno())
         self._listener.close()
         Path(self._path).unlink(missing_ok=True)

@@ -37,7 +37,7 @@ FORMAT = 1
 class PartLayout(msgspec.Struct, frozen=True):
     """Offsets within one part, in bytes from its start.
 
-    ``region_offsets`` are in the order of ``GroupView.regions``. They are () for an encoded part, which ``coded``
+    ``region_offsets`` are in the order of ``GroupView.regions``. They are () for an encoded part, which ``encoded``
     describes: a ``codecs.parts.FieldPart`` for each region and field. Bytes between regions or areas, and from the
     checksum's end to ``nbytes``, are padding. The checksum of an encoded part covers the padding before it.
     """
