@@ -15,6 +15,7 @@ import zmq
 from endpoint_support import Asker, Source, SourceProcess, export, making, ranks
 from support import eventually
 
+from vllm_kvtier.scheduler.leases import lease_client
 from vllm_kvtier.scheduler.leases.exports import LeaseKind
 from vllm_kvtier.scheduler.leases.lease_client import LeasedBlocks
 from vllm_kvtier.scheduler.sources.base import LookupMiss
@@ -125,6 +126,21 @@ def test_silent_peer_costs_the_timeout(make):
         listener.bind(("127.0.0.1", 0))
         listener.listen(1)
         assert asker.answer(listener.getsockname(), SOON).code == "timeout"
+
+
+def test_client_with_all_its_connections_open_gives_up_the_longest_unused(make, monkeypatch):
+    """A request may name any addresses, and in a large cluster there are many."""
+    monkeypatch.setattr(lease_client, "MAX_CONNECTIONS", 2)
+    asker, sources = make(Asker), [make(Source, f"source/{n}") for n in range(3)]
+    for source in sources:
+        source.table.add(export(kind=LeaseKind.RETAINED))
+    held = asker.answer(sources[0].address, SOON)
+    asker.peers.release(asker.answer(sources[1].address, SOON), done=False)
+    other = asker.answer(sources[2].address, SOON)
+    assert isinstance(other, LeasedBlocks) and asker.held() == 2, "the first is in use, the second was not"
+    assert asker.answer(sources[1].address, SOON).code == "unreachable"
+    asker.peers.release(held, done=False)
+    assert isinstance(asker.answer(sources[1].address, SOON), LeasedBlocks) and asker.held() == 2
 
 
 # -- killed ----------------------------------------------------------------------------------------------------------

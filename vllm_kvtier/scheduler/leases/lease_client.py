@@ -214,7 +214,7 @@ class LeaseClient(LeaseConnections[_Connection]):
         hello = self._hello()
         if hello is None:
             return None
-        if len(self._connections) >= MAX_CONNECTIONS:
+        if len(self._connections) >= MAX_CONNECTIONS and not self._close_longest_unused():
             self._log_once(address, f"{MAX_CONNECTIONS} connections are open already")
             return None
         host, port = address
@@ -236,6 +236,13 @@ class LeaseClient(LeaseConnections[_Connection]):
         )
         self._watch_idle(connection)
         return connection
+
+    def _close_longest_unused(self) -> bool:
+        """False if all connections are in use."""
+        unused = [each for each in self._connections.values() if not (each.leases or each.asked or each.waiting)]
+        if unused:
+            self._close(min(unused, key=lambda each: each.last_used), LookupMiss("idle", "idle"), 0.0)
+        return bool(unused)
 
     def _lost(self, connection: _Connection, why: str) -> None:
         """The connection ended, or could not be made: its requests will not be answered."""
