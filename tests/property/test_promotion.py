@@ -233,6 +233,25 @@ def test_promotion_beyond_a_tenants_share_stops_only_that_tenants_promotions(sha
     assert world.here(more) == (16 if share < 1 else 64)
 
 
+def test_promotions_of_a_hung_tier_do_not_keep_others_from_starting(monkeypatch):
+    """Its process may not be killable, and their reads end with it."""
+    monkeypatch.setattr(module, "MAX_JOBS", 2)
+    disk, s3 = FakeTier("disk"), FakeTier("object")
+    world, (a, b, c, d, e) = World(disk, s3), (block_hashes_of(name, 2) for name in "abcde")
+    disk.num_hash_blocks = {a[:HASH_BYTES]: 2, b[:HASH_BYTES]: 2, c[:HASH_BYTES]: 2}
+    s3.num_hash_blocks = {block_hashes[:HASH_BYTES]: 2 for block_hashes in (c, d, e)}
+    assert world.ahead(a) and world.ahead(b) and world.ahead(c) is None
+    disk.up = False
+    assert world.ahead(a) is None, "it would wait for the end of the tier's process"
+    assert world.ahead(c) and world.ahead(d) and world.ahead(e) is None
+    while s3.reads:
+        s3.finish()
+    assert world.here(c) == world.here(d) == 2 and len(world.promotion) == 2
+    while disk.reads:
+        disk.finish(good=lambda block: False)
+    assert world.quiet()
+
+
 def test_promotion_without_blocks_in_tiers_ends_at_once():
     world, block_hashes = World(FakeTier("disk")), block_hashes_of("a", 10)
     assert world.ahead(block_hashes).over and world.quiet()

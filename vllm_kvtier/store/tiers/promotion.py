@@ -34,7 +34,7 @@ CHUNKS_IN_FLIGHT = 2  # chunks of one read: the tier has the next one when it en
 # If all memory is in use, the failed reservation blocks the server for milliseconds. No job starts for this multiple of
 # that time. If a tenant has its share, nothing is reserved for that tenant.
 FULL_BACKOFF = 20.0
-MAX_JOBS = 256  # at a time; further lookups get what is in memory
+MAX_JOBS = 256  # at a time, without those of unavailable tiers; further lookups get what is in memory
 
 _JobKey = tuple[bytes, bytes, tuple[str, ...], tuple[str, ...]]
 
@@ -134,7 +134,10 @@ class Promotion:
         known = self._jobs.get(key)
         if known is not None:
             return known if known.progressing else None
-        if len(self._jobs) >= MAX_JOBS or self._is_full(b""):
+        busy = len(self._jobs)
+        if busy >= MAX_JOBS:
+            busy = sum(job.progressing for job in self._jobs.values())
+        if busy >= MAX_JOBS or self._is_full(b""):
             return None
         job = self._jobs[key] = PromotionJob(key, want, pages_limit)
         self._seek(job, iter(self._tiers_for(want)))
