@@ -423,6 +423,31 @@ def test_lease_client_invalid_addresses_are_unreachable(make, host, caplog):
         assert record.getMessage().isascii() and "\n" not in record.getMessage()
 
 
+def test_name_that_dns_does_not_answer_holds_no_other_request_up(make, monkeypatch):
+    """ZMQ resolved names on the thread that moves all messages: two names of a client cost 15 s."""
+    monkeypatch.setattr(Asker, "near", "")  # over TCP
+    asked, go_on = threading.Event(), threading.Event()
+
+    def getaddrinfo(host, port, *_):
+        if host == "node-a":
+            return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port))]
+        asked.set()
+        go_on.wait(60)
+        raise socket.gaierror(socket.EAI_AGAIN, "no answer")
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    source, asker = make(Source), make(Asker, lookup_timeout=30, handshake_timeout=30)
+    source.table.add(export(kind=LeaseKind.RETAINED))
+    slow = [asker.ask((f"slow-{i}", 9)) for i in range(dealer.MAX_RESOLVED)]
+    assert asked.wait(10)
+    assert isinstance(asker.answer(source.address), LeasedBlocks)
+    assert "being resolved" in asker.answer(("node-a", source.address[1])).reason
+    assert not any(pending.outcome for pending in slow)
+    go_on.set()
+    assert {eventually(lambda p=pending: p.outcome).code for pending in slow} == {"unreachable"}
+    assert isinstance(make(Asker).answer(("node-a", source.address[1])), LeasedBlocks)
+
+
 def test_lease_client_state_of_addresses_is_bounded(make, monkeypatch):
     """Clients name addresses; a thousand wrong ones must not stay in memory for ever."""
     monkeypatch.setattr(lease_connections, "MAX_REMEMBERED", limit := 100)

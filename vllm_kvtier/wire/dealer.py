@@ -2,9 +2,15 @@
 
 ZMQ reports it on the socket's monitor as soon as the kernel knows: the process ended, the port is closed, the name does
 not resolve. A machine that lost power, or a firewall that drops packets, is not reported.
+
+Names are resolved on threads of their own. ZMQ would do it on the thread that moves all messages of the reactor's
+sockets, which DNS may keep for seconds; and clients name hosts.
 """
 
+import ipaddress
 import os
+import socket
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -25,6 +31,8 @@ _MAX_QUEUED = 1 << 16  # messages; more than ZMQ keeps for a socket
 MAX_RECEIVED_BYTES = 256 << 20  # of a connection, that wait to be read; the kernel slows the sender down
 # Seconds without data until the first probe and between two, and how many of them may be lost.
 _KEEPALIVE = {zmq.TCP_KEEPALIVE_IDLE: 120, zmq.TCP_KEEPALIVE_INTVL: 30, zmq.TCP_KEEPALIVE_CNT: 4}
+MAX_RESOLVED = 16  # names at a time; DNS may hang
+_resolving = threading.BoundedSemaphore(MAX_RESOLVED)
 
 
 def limit_connections(socket: zmq.Socket[bytes], max_message: int) -> None:
@@ -51,12 +59,14 @@ class Dealer:
     """``endpoint``: "tcp://host:port", an IPv6 address in brackets or not.
 
     Until ``close``, ZMQ reconnects under the same identity and then sends the queued messages. ``close`` drops queued
-    messages. Raises zmq.ZMQError or ValueError if the endpoint is invalid or no socket is left.
+    messages. Raises zmq.ZMQError or ValueError if the endpoint is invalid or no socket is left. A name is resolved
+    once; if that fails, ``on_lost`` is called, and no connection is made.
     """
 
     def __init__(self, reactor: Reactor, endpoint: str, key: ClusterKey | None, max_message: int, events: SocketEvents):
         self._reactor, self._endpoint, self._events = reactor, endpoint, events
         self._connected = False
+        self._unresolved: list[bytes] | None = None  # messages that wait for the host's address
         self._handshake_error = ""  # of ZMQ's last handshake
         self._socket = reactor.context.socket(zmq.DEALER)
         try:
@@ -69,13 +79,22 @@ class Dealer:
                 key.secure_client(self._socket)
             reactor.add_socket(self._socket, lambda: drain(self._socket, events.on_message))
             reactor.add_monitor(self._socket, _EVENTS, self._on_event)
-            self._socket.connect(endpoint)
+            host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+            if _is_name(host):
+                self._unresolved = []
+                self._resolve(host, port)
+            else:
+                self._socket.connect(endpoint)
         except (zmq.ZMQError, ValueError):  # ValueError: a host that cannot be encoded
             reactor.remove_socket(self._socket)
             raise
 
     def send(self, frame: bytes) -> None:
         """Send now or once connected. Dropped if ZMQ's queue (1000 messages) is full."""
+        if self._unresolved is not None:
+            if len(self._unresolved) < 1000:
+                self._unresolved.append(frame)
+            return
         try:
             self._socket.send(frame, zmq.NOBLOCK)
         except zmq.ZMQError as error:
@@ -84,6 +103,34 @@ class Dealer:
     def close(self) -> None:
         """Idempotent."""
         self._reactor.remove_socket(self._socket)
+
+    def _resolve(self, host: str, port: str) -> None:
+        def resolve() -> None:
+            endpoint = why = ""
+            try:
+                found = socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_STREAM)
+                endpoint = f"tcp://{found[0][4][0]}:{port}"
+            except (OSError, ValueError) as error:  # ValueError: it cannot be encoded
+                why = f"the name cannot be resolved: {error}"
+            finally:
+                _resolving.release()
+            self._reactor.call_soon(lambda: self._resolved(endpoint, why))
+
+        if _resolving.acquire(blocking=False):
+            threading.Thread(target=resolve, name="kvtier-dns", daemon=True).start()
+        else:
+            self._reactor.call_soon(lambda: self._resolved("", f"{MAX_RESOLVED} other names are being resolved"))
+
+    def _resolved(self, endpoint: str, why: str) -> None:
+        if self._socket.closed or self._unresolved is None:
+            return
+        if why:
+            self._events.on_lost(why)
+            return
+        self._socket.connect(endpoint)
+        frames, self._unresolved = self._unresolved, None
+        for frame in frames:
+            self.send(frame)
 
     def _on_event(self, event: int) -> None:
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
@@ -100,3 +147,11 @@ class Dealer:
             drain(self._socket, self._events.on_message, _MAX_QUEUED)
             if not self._socket.closed:  # the last message may have closed it
                 self._events.on_lost(why)
+
+
+def _is_name(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return True
+    return False
