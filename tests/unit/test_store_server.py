@@ -31,6 +31,7 @@ from vllm_kvtier.store.index.presence_filter import COUNTERS, PresenceView
 from vllm_kvtier.store.memory.client_mapping import shake_hands
 from vllm_kvtier.store.memory.pool_memory import PoolMemory
 from vllm_kvtier.store.options import StoreOptions
+from vllm_kvtier.store.server import server as server_module
 from vllm_kvtier.store.server.listen_socket import ServedAlready
 from vllm_kvtier.store.server.server import StoreServer
 from vllm_kvtier.store.tiers.tier_stack import TierStack
@@ -126,6 +127,23 @@ def test_store_inspect_pin_clear(client):
     assert client.ask(m.Pin(1, NAMESPACE_ID, BLOCK_HASHES, False)).count == 10
     assert client.ask(m.Clear(1, NAMESPACE_ID)).count == 10
     assert client.lookup(BLOCK_HASHES).num_hash_blocks == 0
+
+
+def test_store_answers_others_while_it_clears(client, monkeypatch):
+    monkeypatch.setattr(server_module, "CLEAR_STEP", 4)
+    client.store(BLOCK_HASHES)
+    begin, rest = BLOCK_HASHES[: 2 * m.HASH_BYTES], BLOCK_HASHES[2 * m.HASH_BYTES :]
+    client.socket.sendall(
+        b"".join(
+            struct.pack("<I", len(frame)) + frame
+            for frame in map(m.encode, (m.Clear(1), m.Stat(2), m.Lookup(3, NAMESPACE_ID, begin, 0, EVERYTHING)))
+        )
+    )
+    assert client.hear().index.entries == 6
+    found = client.hear()
+    assert (found.id, found.num_hash_blocks) == (3, 2)
+    assert client.hear() == m.Done(1, 10)
+    assert client.stat().index.entries == 0 and client.lookup(rest).num_hash_blocks == 0
 
 
 def test_store_discard_removes_block_of_that_slot_only(client):

@@ -266,6 +266,25 @@ def test_disk_tier_discard_and_clear_are_reported_at_once():
     assert b.tier.counts().blocks == 0 and b.tier.counts().discarded_blocks == 1
 
 
+@pytest.mark.parametrize("dies", [False, True])
+def test_disk_tier_is_cleared_in_steps(dies):
+    b = Bench(pages=20_001)
+    b.open(kept_of(*range(1, 5000)), [NAMESPACE_SHAPE])
+    steps = b.tier.clear_in_steps(None)
+    next(steps)
+    first = len(b.tier_process.sent[-1].gone)
+    assert 0 < first < 4999 and b.tier.counts().blocks == 4999 - first and b.tier.has(*blocks_of(1)[0].name)
+    if dies:
+        b.tier_process.back_off("it died")
+        b.open(kept_of(*range(1, 5000)), [NAMESPACE_SHAPE])
+        assert b.tier.counts().blocks == 4999 - first  # what it was sent is not found again
+    assert list(steps)
+    b.tier.clear(None)
+    assert b.tier.counts().blocks == 0
+    if not dies:
+        assert len({position for drop in b.tier_process.sent for position in drop.gone}) == 4999
+
+
 def test_disk_tier_block_discarded_during_write_is_not_kept():
     b = Bench()
     answers = b.write(blocks_of(1, 2), answer=False)

@@ -1,7 +1,7 @@
 """The listed blocks and their slots, from reservation until the slot is free again. Knows no clients."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Protocol, TypeVar
 
 from vllm_kvtier.store.eviction.base import Policy
@@ -92,22 +92,30 @@ class BlockTable:
     def clear(self, namespace_id: bytes | None) -> int:
         """Remove the blocks of a namespace (None: of all), pinned ones too. Returns their number. Slots that are leased
         or reserved are freed later."""
-        cleared = [here for name, here in self._namespaces.items() if namespace_id in (None, name)]
-        entries = [entry for here in cleared for table in here.tables for entry in reversed(table.values())]
-        for entry in entries:
+        entries = self._listed(namespace_id)
+        for entry in reversed(entries):
             self._remove(entry, RemovalReason.CLEARED)
         return len(entries)
+
+    def clear_in_steps(self, namespace_id: bytes | None, step: int) -> Generator[None, None, int]:
+        """``clear`` for the blocks that are listed now, ``step`` at a time: a million takes seconds. Others may come
+        meanwhile."""
+        entries, count = self._listed(namespace_id), 0
+        while entries:
+            for _ in range(min(step, len(entries))):
+                entry = entries.pop()
+                if entry.state is not GONE:
+                    self._remove(entry, RemovalReason.CLEARED)
+                    count += 1
+            if entries:
+                yield
+        return count
 
     def dismantle(self, step: int) -> Iterator[None]:
         """Remove all blocks, ``step`` at a time, and all references in cycles; ``watches`` are not called. For a table
         that is used no more but to release leases."""
         self.watches = []
-        tables = [table for here in self._namespaces.values() for table in here.tables]
-        entries = [entry for table in tables for entry in table.values()]
-        while entries:
-            for _ in range(min(step, len(entries))):
-                self._remove(entries.pop(), RemovalReason.CLEARED)
-            yield
+        yield from self.clear_in_steps(None, step)
         self._room.close()
 
     def restore(
@@ -146,6 +154,11 @@ class BlockTable:
         return refused
 
     # -- inside --------------------------------------------------------------------------------------------------
+
+    def _listed(self, namespace_id: bytes | None) -> list[BlockEntry]:
+        """The blocks of a namespace (None: of all), parents before children, mostly."""
+        chosen = [here for name, here in self._namespaces.items() if namespace_id in (None, name)]
+        return [entry for here in chosen for table in here.tables for entry in table.values()]
 
     def _open(self, name: bytes, hash_block_size: int, shapes: Sequence[GroupShape]) -> NamespaceBlocks | None:
         """The namespace, created if necessary; None: it has other groups."""

@@ -11,7 +11,7 @@ import signal
 import socket
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +50,7 @@ logger = get_logger(__name__)
 HELLO_SECONDS = 10.0  # after which a connection without Hello is closed
 MAX_CLIENTS = 512
 TICK_SECONDS = 0.02, 5.0  # minimum and maximum between two checks of the index's deadlines
+CLEAR_STEP = 2048  # blocks removed before other messages are handled: some 15 ms
 _FOR_ALL = (m.Pin, m.Clear, m.Stat, m.Inspect)  # other messages are for engines only
 
 
@@ -315,7 +316,18 @@ class StoreServer:
         client.stream.send(m.encode(m.Done(r.id, count)))
 
     def _clear(self, client: _Client, r: m.Clear) -> None:
-        count = self.index.clear(r.namespace_id)
+        self._take_steps(self._clear_in_steps(client, r))
+
+    def _take_steps(self, steps: Iterator[None]) -> None:
+        """Other messages are handled between."""
+        for _ in steps:
+            self.reactor.call_soon(lambda: self._take_steps(steps))
+            return
+
+    def _clear_in_steps(self, client: _Client, r: m.Clear) -> Iterator[None]:
+        count = yield from self.index.clear_in_steps(r.namespace_id, CLEAR_STEP)
+        yield from self.tiers.clear_in_steps(r.namespace_id)
+        count += self.index.clear(r.namespace_id)  # what was stored or promoted meanwhile, and now all at once
         self.tiers.clear(r.namespace_id)
         what = f"namespace {r.namespace_id.hex()}" if r.namespace_id else "all namespaces"
         logger.info("kvtier: store: %s cleared %s (%d blocks)", client, what, count)

@@ -5,7 +5,7 @@ interprets them. The engine that loads a block verifies it and discards a corrup
 """
 
 import abc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -182,6 +182,10 @@ class Tier(abc.ABC):
     @abc.abstractmethod
     def clear(self, namespace_id: bytes | None) -> None:
         """Remove the blocks of a namespace, or all. A tier that nodes share only clears its own state."""
+
+    def clear_in_steps(self, namespace_id: bytes | None) -> Iterator[None]:
+        """Remove most of what ``clear`` will have to remove, so that this is short. For a tier with an index."""
+        return iter(())
 
     @abc.abstractmethod
     def counts(self) -> TierCounts: ...

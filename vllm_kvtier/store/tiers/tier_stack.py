@@ -1,6 +1,6 @@
 """The secondary tiers behind the server's memory, as one object."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from vllm_kvtier.store.eviction import DEFAULT_POLICY, POLICIES
@@ -129,6 +129,10 @@ class TierStack:
     def discard(self, namespace_id: bytes, group: int, block_hash: bytes) -> None:
         for tier in self._tiers:
             tier.discard(namespace_id, group, block_hash)
+
+    def clear_in_steps(self, namespace_id: bytes | None) -> Iterator[None]:
+        for tier in self._tiers:
+            yield from tier.clear_in_steps(namespace_id)
 
     def clear(self, namespace_id: bytes | None) -> None:
         for tier in self._tiers:

@@ -251,6 +251,9 @@ class SlotMap:
         else:
             self.later.append(lambda index: index.remove(*name))
 
+    def clear_in_steps(self, namespace_id: bytes | None) -> Iterator[None]:
+        return self._index.clear_in_steps(namespace_id, RESTORE_STEP) if self.filled else iter(())
+
     def clear(self, namespace_id: bytes | None) -> None:
         if self.filled:
             self._index.clear(namespace_id)

@@ -265,6 +265,11 @@ class DiskTier(mv.ProcessTier):
         self._counts.discarded_blocks += len(self._gone) - before
         self._drop()
 
+    def clear_in_steps(self, namespace_id: bytes | None) -> Iterator[None]:
+        for _ in self._slot_map.clear_in_steps(namespace_id):
+            self._drop()
+            yield
+
     def clear(self, namespace_id: bytes | None) -> None:
         self._slot_map.clear(namespace_id)
         self._drop()
