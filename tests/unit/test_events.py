@@ -263,6 +263,32 @@ def test_events_after_leaving_namespaces_remove_their_blocks():
     assert {h for each in world.said() for h in hashes_in(each)} == set(HASHES[:4]), "the fifth has no label"
 
 
+def test_events_of_a_new_adapter_replace_those_of_one_that_is_not_used(monkeypatch):
+    """Each adapter is a namespace, and so is each version of its files: in weeks there are more than are followed."""
+    monkeypatch.setattr(kv_events_module, "MAX_FOLLOWED", 2)
+    monkeypatch.setattr(kv_events_module.time, "monotonic", clock := Clock())
+    world, third = World(), b"T" * HASH_BYTES
+
+    def published():
+        world.said()
+        return sorted((name, group) for name, (group, _) in world.events._published)
+
+    for name in (ONE, OTHER, third):
+        world.events.join(name)
+        world.store(2, name)
+        world.deliver()
+    assert published() == [(ONE, 0)] * 2 + [(OTHER, 0)] * 2, "both others are in use"
+    for unused, other in ((OTHER, third), (third, OTHER)):
+        clock.now += kv_events_module.UNUSED_SECONDS + 1
+        world.events.join(ONE)
+        world.events.join(other)
+        world.deliver()
+        world.label(2, other)
+        assert published() == sorted([(ONE, 0)] * 2 + [(other, 0)] * 2)
+        world.events.join(unused)
+        assert published() == sorted([(ONE, 0)] * 2 + [(other, 0)] * 2), "both others are in use"
+
+
 def test_blocks_cleared_by_vllm_are_reported_again():
     world = World()
     world.store(3)

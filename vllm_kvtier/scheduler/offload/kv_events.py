@@ -11,6 +11,7 @@ and any engine of the namespace reads it.
 
 import itertools
 import threading
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -31,6 +32,7 @@ logger = get_logger(__name__)
 
 MAX_BLOCKS_PER_TAKE = 512  # blocks a step: what a large one fills
 MAX_LABELS, MAX_LABEL_BYTES = 1024, 4 << 20  # labels a message
+UNUSED_SECONDS = 600.0  # after which a namespace that was not used gives way to another one
 
 
 Key = tuple[int, bytes]  # (group, hash as the store cuts it), in a namespace
@@ -55,6 +57,7 @@ class Events:
         self._bits: list[int] = []  # by bit of the store's places
         self._lock = threading.Lock()  # guards what is below
         self._namespaces: dict[bytes, None] = {}
+        self._used: dict[bytes, float] = {}  # when each was last joined; written without the lock
         self._view: dict[bytes, dict[Key, tuple[int, Label]]] = {}  # by namespace: places of a block
         self._published: dict[tuple[bytes, Key], tuple[int, Label]] = {}  # what of the view vLLM knows
         # Two namespaces may have blocks of one hash, as before and after a change of weights. It is published while one
@@ -167,13 +170,26 @@ class Events:
 
     def join(self, namespace_id: bytes) -> None:
         """This engine loads from and stores to this namespace from now on."""
+        self._used[namespace_id] = time.monotonic()
         if namespace_id in self._namespaces:
             return
         with self._lock:
-            if not namespace_id or len(self._namespaces) >= MAX_FOLLOWED:
+            if not namespace_id or (len(self._namespaces) >= MAX_FOLLOWED and not self._drop_unused()):
                 return
-            self._namespaces[namespace_id] = None
+            self._namespaces[namespace_id], self._used[namespace_id] = None, time.monotonic()
         self._reactor.call_soon(self._follow)
+
+    def _drop_unused(self) -> bool:
+        """Leave the namespace that was unused for longest. False if all are used."""
+        self._used = {each: self._used.get(each, 0.0) for each in self._namespaces}
+        oldest = min(self._used, key=self._used.__getitem__)
+        if time.monotonic() - self._used[oldest] < UNUSED_SECONDS:
+            return False
+        del self._namespaces[oldest]
+        self._sweep(oldest)
+        left = list(self._namespaces)
+        self._reactor.call_soon(lambda: self._follow(left))  # if it is joined again, the store sends all of it
+        return True
 
     def leave(self) -> None:
         """This engine leaves all namespaces that it joined."""
