@@ -448,6 +448,16 @@ def test_name_that_dns_does_not_answer_holds_no_other_request_up(make, monkeypat
     assert isinstance(make(Asker).answer(("node-a", source.address[1])), LeasedBlocks)
 
 
+def test_name_without_a_thread_to_resolve_it_is_unreachable(make, monkeypatch):
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+
+    asker = make(Asker, lookup_timeout=30)
+    monkeypatch.setattr(threading.Thread, "start", start)
+    for i in range(dealer.MAX_RESOLVED + 1):
+        assert asker.answer((f"node-{i}", 9)).reason == "can't start new thread"
+
+
 def test_lease_client_state_of_addresses_is_bounded(make, monkeypatch):
     """Clients name addresses; a thousand wrong ones must not stay in memory for ever."""
     monkeypatch.setattr(lease_connections, "MAX_REMEMBERED", limit := 100)

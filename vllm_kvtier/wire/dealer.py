@@ -116,10 +116,15 @@ class Dealer:
                 _resolving.release()
             self._reactor.call_soon(lambda: self._resolved(endpoint, why))
 
+        failed = f"{MAX_RESOLVED} other names are being resolved"
         if _resolving.acquire(blocking=False):
-            threading.Thread(target=resolve, name="kvtier-dns", daemon=True).start()
-        else:
-            self._reactor.call_soon(lambda: self._resolved("", f"{MAX_RESOLVED} other names are being resolved"))
+            try:
+                threading.Thread(target=resolve, name="kvtier-dns", daemon=True).start()
+                return
+            except RuntimeError as error:  # of a limit of threads
+                _resolving.release()
+                failed = str(error)
+        self._reactor.call_soon(lambda: self._resolved("", failed))
 
     def _resolved(self, endpoint: str, why: str) -> None:
         if self._socket.closed or self._unresolved is None:
