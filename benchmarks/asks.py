@@ -24,7 +24,7 @@ from vllm_kvtier.scheduler.leases.exports import Export, ExportTable, GroupBlock
 from vllm_kvtier.scheduler.leases.lease_client import LeaseClient, LeasedBlocks
 from vllm_kvtier.scheduler.leases.lease_server import LeaseServer, LeaseServerEvents
 from vllm_kvtier.shapes.read_paths import Reach, ReadPath
-from vllm_kvtier.vllm_compat.hooks.idle_hook import share_interpreter
+from vllm_kvtier.vllm_compat.hooks.interpreter import SwitchInterval
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.geometry import CacheGeometry
 from vllm_kvtier.wire.reactor import Reactor
@@ -38,7 +38,7 @@ RANKS = [m.RankInfo(0, "agent", b"", "DRAM", 0, BLOCKS + 1, (), CacheGeometry(()
 def lend(step: float, launch: float) -> None:
     """Wait until the parent process has ended."""
     config = KVTierConfig()
-    share_interpreter(config.switch_interval_ms / 1e3)
+    SwitchInterval.lower(config.switch_interval_ms / 1e3)
     table, reactor = ExportTable(HASH_BLOCK_SIZE, dict.fromkeys(LeaseKind, 1 << 20)), Reactor("lender")
 
     def answer(request, connection, seconds, reply) -> None:

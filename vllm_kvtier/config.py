@@ -221,8 +221,9 @@ class KVTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     switch_interval_ms: Annotated[
         float,
         _doc(
-            "Python's thread switch interval in the engine's process, in ms. Python's default of 5 ms delays vLLM's "
-            "steps, its answers and this connector's messages. 0: unchanged.",
+            "Python's thread switch interval in the engine's process while a step is launched and computed, in ms. "
+            "Python's default of 5 ms delays vLLM's answers and this connector's messages. While vLLM schedules it is "
+            "as before. 0: unchanged.",
             ge=0,
         ),
     ] = 0.5

@@ -3,6 +3,7 @@
 On vLLM's scheduler thread and the model runner's thread. Only vLLM imports this module.
 """
 
+import sys
 from functools import partial
 from typing import Any
 
@@ -29,7 +30,7 @@ from vllm_kvtier.vllm_compat.connector_types import (
 from vllm_kvtier.vllm_compat.engine_info import engine_info
 from vllm_kvtier.vllm_compat.hooks import local_hits
 from vllm_kvtier.vllm_compat.hooks.block_pool import BlockPool
-from vllm_kvtier.vllm_compat.hooks.idle_hook import share_interpreter
+from vllm_kvtier.vllm_compat.hooks.interpreter import SwitchInterval
 from vllm_kvtier.vllm_compat.layout.kv_layout import cache_view
 from vllm_kvtier.vllm_compat.probe import features
 from vllm_kvtier.vllm_compat.stats import KVTierPromMetrics, KVTierStats, build
@@ -68,7 +69,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._options = KVTierConfig.from_extra_config(vllm_config.kv_transfer_config.kv_connector_extra_config)
         for option in ("codec", "wire_codec"):
             choice.check(option, getattr(self._options, option))
-        share_interpreter(self._options.switch_interval_ms / 1e3)
+        SwitchInterval.lower(self._options.switch_interval_ms / 1e3)
         self._info = engine_info(vllm_config, kv_cache_config)
         if not self._info.prefix_caching:
             self._options = self._options.without_prefixes()
@@ -167,10 +168,13 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         _SCHEDULER, lambda: StepMetadata(StepWork(-1)), lambda self, output: StepMetadata(self._scheduler.missed_step())
     )
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
-        return StepMetadata(self._scheduler.begin_step(scheduler_output))
+        work = self._scheduler.begin_step(scheduler_output)
+        sys.setswitchinterval(SwitchInterval.short)
+        return StepMetadata(work)
 
     @contained(_SCHEDULER, again=True)
     def update_connector_output(self, connector_output: Any) -> None:
+        sys.setswitchinterval(SwitchInterval.own)
         report = connector_output.kv_connector_worker_meta
         results = report.results if isinstance(report, WorkerReport) else []
         if self._marks_failures and any(r.failed for r in results):

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import sys
 import threading
 from types import SimpleNamespace
 
@@ -18,7 +17,6 @@ from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.jobs.results import PullResult
 from vllm_kvtier.jobs.transfer_jobs import PullJob, StepWork
 from vllm_kvtier.telemetry.stats import Counters
-from vllm_kvtier.vllm_compat.hooks.idle_hook import share_interpreter
 from vllm_kvtier.wire import link as m
 from vllm_kvtier.wire.link import LinkServer
 from vllm_kvtier.wire.reactor import Reactor
@@ -282,17 +280,3 @@ def test_worker_setup_waits_for_connector_scheduler(run_dir):
     eventually(lambda: heard == [m.Unusable(0, "that is all")])
     half.shutdown()
     reactor.stop()
-
-
-def test_share_interpreter_lowers_switch_interval_only():
-    before = sys.getswitchinterval()
-    try:
-        sys.setswitchinterval(0.005)
-        share_interpreter(0.0)
-        assert sys.getswitchinterval() == pytest.approx(0.005)
-        share_interpreter(0.0005)
-        assert sys.getswitchinterval() == pytest.approx(0.0005)
-        share_interpreter(0.002)
-        assert sys.getswitchinterval() == pytest.approx(0.0005), "a smaller value stays"
-    finally:
-        sys.setswitchinterval(before)

@@ -21,6 +21,7 @@ from vllm.v1.core.kv_cache_utils import init_none_hash
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
 from vllm_kvtier.scheduler.offload.block_tables import LOT_BLOCKS
+from vllm_kvtier.vllm_compat.hooks.interpreter import SwitchInterval
 
 VERBOSE = bool(os.environ.get("KVTIER_DECODE_CALLS"))
 
@@ -188,3 +189,26 @@ def test_requests_that_find_nothing_cost_few_calls_each_and_none_a_block(engine_
     assert beyond(blocks, dict.fromkeys(blocks, 0.2)) == {}
     assert long["kvtier-scheduler", ""] / (14 * number) <= THREAD_CALLS_A_STORED_BLOCK
     assert beyond(lot, LOT) == {} and lot["runner", "get_transfer_results"] > 0, "nothing was copied"
+
+
+def test_other_threads_interrupt_launches_but_not_vllms_scheduler(engine_of):
+    engine, seen = engine_of(2), {}
+
+    def noting(owner, name):
+        method = getattr(owner, name)
+
+        def noted(*args, **kwargs):
+            seen[name] = sys.getswitchinterval()
+            return method(*args, **kwargs)
+
+        setattr(owner, name, noted)
+
+    noting(engine.scheduler.kv_cache_manager, "allocate_slots")
+    noting(engine.worker, "start_load_kv")
+    engine.step()
+    seen["the answers go out"] = sys.getswitchinterval()
+    own, short = SwitchInterval.own, SwitchInterval.short
+    assert short < own
+    assert seen == pytest.approx({"allocate_slots": own, "start_load_kv": short, "the answers go out": own})
+    engine.ours._on_idle()
+    assert sys.getswitchinterval() == pytest.approx(short)

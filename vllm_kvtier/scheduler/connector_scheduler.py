@@ -6,6 +6,7 @@ milliseconds for a source that answers soon, and when vLLM resets its prefix cac
 """
 
 import functools
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -22,6 +23,7 @@ from vllm_kvtier.scheduler.sources.base import Job
 from vllm_kvtier.scheduler.wiring import SchedulerParts
 from vllm_kvtier.vllm_compat import kv_events as vllm_events
 from vllm_kvtier.vllm_compat import weights
+from vllm_kvtier.vllm_compat.hooks.interpreter import SwitchInterval
 from vllm_kvtier.wire import messages as m
 
 logger = get_logger(__name__)
@@ -351,6 +353,7 @@ class KVTierConnectorScheduler(SchedulerParts):
     # -- scheduler's thread, between calls -----------------------------------------------------------------------------
 
     def _on_idle(self) -> None:
+        sys.setswitchinterval(SwitchInterval.short)
         attempt = self._contain.attempt
         attempt("namespace", self._identity.resolve_namespace)
         attempt("jobs", self._run_jobs)

@@ -9,7 +9,6 @@ such loop and nothing to wake: the next call of the scheduler does the work. All
 """
 
 import functools
-import sys
 import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -26,16 +25,6 @@ logger = get_logger(__name__)
 _WRAPPED = "_kvtier_idle_hook"
 _DUMMY = "_kvtier_dummy_batch"
 _ADDING = "_kvtier_add_request"
-
-
-def share_interpreter(seconds: float) -> None:
-    """Lower Python's switch interval for this process to ``seconds``; 0 leaves it, and it is never raised.
-
-    With Python's 5 ms vLLM's thread would keep the interpreter, while it launches a step, from the thread that sends
-    answers and from ours, whose messages peers wait for.
-    """
-    if 0 < seconds < sys.getswitchinterval():
-        sys.setswitchinterval(seconds)
 
 
 class EngineThread:
