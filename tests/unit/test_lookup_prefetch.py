@@ -215,3 +215,15 @@ def test_planner_backlog_has_queued_requests_until_they_end(world):
         request.status = RequestStatus.FINISHED_ABORTED
         world.matcher.finished(request)
     assert not world.planner.waiting
+
+
+@pytest.mark.parametrize("queued", [False, True])
+def test_prompt_that_lacks_less_than_a_block_is_not_looked_up(world, queued):
+    """It is all blocks that vLLM's prefix cache has, but that the last one has the token that is always computed."""
+    [request] = requests(1, 5 * HASH_BLOCK_SIZE)
+    world.store(request)
+    world.cached_about = lambda block_hashes: 4 * HASH_BLOCK_SIZE
+    if queued:
+        arrive(world, [request])
+    assert world.matcher.match(request, 4 * HASH_BLOCK_SIZE) == (0, False)
+    assert not world.client.open and not world.client.held

@@ -50,7 +50,7 @@ class ContentKeys:
         return (salt ^ ((group + 1) * _GROUP_SALT)) & _MASK
 
 
-@dataclass
+@dataclass(slots=True)
 class ChecksumEntry:
     """A block, and the content and number of tokens that its checksum covers."""
 
@@ -102,7 +102,8 @@ class ChecksumIndex:
 
     def take_missing(self, entries: list[ChecksumEntry], step: int) -> list[ChecksumEntry]:
         """Entries without a checksum; ``step`` is to compute them (the caller gives it the job)."""
-        missing = [e for e in entries if not self.has(e)]
+        made = self._made.get
+        missing = [e for e in entries if made(e.block, ())[:2] != (e.key, e.valid)]
         for entry in missing:
             self.mark(entry, step)
         return missing

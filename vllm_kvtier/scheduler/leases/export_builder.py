@@ -195,18 +195,11 @@ class ExportBuilder:
     def _entries(self, state: RequestState, g: int, ids: list[int], first: int, last: int) -> list[ChecksumEntry]:
         if first >= last:
             return []
-        size, hashes, keys = self._groups[g][0], state.request.block_hashes, self._keys()
-        lora_fingerprint = lora_fingerprint_of(state.request)
-        return [
-            ChecksumEntry(
-                g,
-                ids[i],
-                keys.key(bytes(hashes[(i + 1) * size // self._hash_block_size - 1]), g, lora_fingerprint),
-                size,
-            )
-            for i in range(first, min(last, len(ids)))
-            if ids[i]
-        ]
+        size, hashes = self._groups[g][0], state.request.block_hashes
+        per, places = size // self._hash_block_size, [i for i in range(first, min(last, len(ids))) if ids[i]]
+        ends = [hashes[(i + 1) * per - 1] for i in places]
+        keys = self._keys().of(ends, g, lora_fingerprint_of(state.request))
+        return [ChecksumEntry(g, ids[i], key, size) for i, key in zip(places, keys, strict=True)]
 
     def _tail_entry(self, state: RequestState, g: int, ids: list[int], tokens: int) -> list[ChecksumEntry]:
         size = self._groups[g][0]

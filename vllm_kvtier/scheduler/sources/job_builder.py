@@ -57,6 +57,11 @@ def pull_rows(
     pulls, entries = [], []
     their_sizes = hit.block_tokens or [size for size, _ in geometry.groups]
     for g, ((size, _), their_size) in enumerate(zip(geometry.groups, their_sizes, strict=True)):
+        if own and size == their_size:
+            pull, new = _rows_of_equal_blocks(state, hit, g, size, hash_block_size, keys, block_ids[g], start, tokens)
+            pulls.append(pull)
+            entries += new
+            continue
         rows, shifts, before = [], [], hit.start // their_size
         for position in range(start // size, -(-tokens // size)):
             local = block_ids[g][position] if position < len(block_ids[g]) else 0
@@ -72,8 +77,6 @@ def pull_rows(
                 entry = ChecksumEntry(g, local, keys.key(block_hash, g, lora_fingerprint), end - place * their_size)
                 rows.append((entry, hit.blocks[g][place - before] if 0 <= place - before < len(hit.blocks[g]) else 0))
                 shifts.append(position * size - place * their_size)
-        if own and size == their_size:
-            entries += [entry for entry, _ in rows]
         pulls.append(
             GroupPull(
                 g,
@@ -85,6 +88,28 @@ def pull_rows(
             )
         )
     return pulls, entries
+
+
+def _rows_of_equal_blocks(
+    state: RequestState, hit: LookupHit | LeasedBlocks, g: int, size: int, hash_block_size: int, keys: ContentKeys,
+    block_ids: Sequence[int], start: int, tokens: int,
+) -> tuple[GroupPull, list[ChecksumEntry]]:  # fmt: skip
+    """The rows of group ``g``, a block of ours being one of theirs."""
+    first, hashes = start // size, state.request.block_hashes
+    blocks = np.array(block_ids[first : -(-tokens // size)], np.int64)
+    rows = np.flatnonzero(blocks)  # vLLM gave no block for what is not needed
+    blocks, places = blocks[rows], first + rows
+    ends = np.minimum((places + 1) * size, hit.tokens)
+    content = [hashes[end // hash_block_size - 1] for end in ends.tolist() if end % hash_block_size == 0]
+    if len(content) < len(ends):  # the last block is partial
+        content.append(tail_hash(state, hit.tokens, hash_block_size))
+    keyed = keys.of(content, g, lora_fingerprint_of(state.request))
+    valid, theirs = (ends - places * size).astype(np.int32), np.array(hit.blocks[g], np.int64)
+    at = places - hit.start // size
+    remote, there = np.zeros(len(at), np.int64), (at >= 0) & (at < len(theirs))
+    remote[there] = theirs[at[there]]
+    new = [ChecksumEntry(g, *row) for row in zip(blocks.tolist(), keyed, valid.tolist(), strict=True)]
+    return GroupPull(g, blocks, remote, np.array(keyed, np.uint64), valid), new
 
 
 def unchanged(

@@ -32,9 +32,8 @@ from vllm_kvtier.vllm_compat import requests as vr
 from vllm_kvtier.wire import link as lm
 from vllm_kvtier.wire import messages as m
 
-
-# A step, which there is in any case, computes so few tokens as fast as a single one: a prompt of whole blocks that the
-# GPU has but for the last one is not worth a lookup, for which the request would wait.
+# A step, which there is in any case, computes so few tokens (or less than a block) as fast as a single one. A prompt of
+# whole blocks that the GPU has but for the last one is not worth a lookup, for which the request would wait.
 FEW_TOKENS = 16
 
 
@@ -70,6 +69,7 @@ class StoreSource(KVSource):
         )
         self._namespace_ids = context.namespace_ids
         self._info, self._hash_block_size = context.engine.info, context.engine.geometry.hash_block_size
+        self._few_tokens = min(FEW_TOKENS, self._hash_block_size)
         self._reactor = context.engine.reactor
         self._plan: SlotPlan | None = None
         self._promotion_wait = PromotionWait(context, self.load_bytes)
@@ -200,7 +200,7 @@ class StoreSource(KVSource):
         hashes, lora_fingerprint = self._hashes(vllm_request), lora_fingerprint_of(vllm_request)
         state.asked_from, state.epoch = start, self.epoch
         in_store = len(hashes) * self._hash_block_size
-        if need.tokens < FEW_TOKENS or in_store <= start or start % self._geometry.alignment:
+        if need.tokens < self._few_tokens or in_store <= start or start % self._geometry.alignment:
             if hashes:
                 self.touch(hashes, lora_fingerprint)  # the store should keep what the GPU has
             state.miss_reason = "less_than_one_block"
@@ -230,7 +230,7 @@ class StoreSource(KVSource):
         # about the tokens that vLLM's prefix cache has
         cached = self._engine.pool.cached_about(hashes, self._info.full_groups, self._hash_block_size)
         start = cached // self._geometry.alignment * self._geometry.alignment
-        if len(hashes) * self._hash_block_size <= start or request.num_tokens - 1 - start < FEW_TOKENS:
+        if len(hashes) * self._hash_block_size <= start or request.num_tokens - 1 - start < self._few_tokens:
             return None
         if request.skip_reading_prefix_cache or self._cannot_beat_compute(request, start, probe=False):
             return None
