@@ -17,7 +17,7 @@ def as_python_sets_it(monkeypatch):
     sys.setswitchinterval(before)
 
 
-def test_an_interval_is_only_lowered():
+def test_switch_interval_is_only_lowered():
     for seconds, after in ((0.0, 0.005), (0.0005, 0.0005), (0.002, 0.0005), (0.0, 0.0005)):
         SwitchInterval.lower(seconds)
         assert sys.getswitchinterval() == pytest.approx(after), seconds
