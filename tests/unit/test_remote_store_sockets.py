@@ -45,14 +45,16 @@ class Store:
     never answers. ``below``: so many might be had; asked with ``wait_seconds``, it says that they are promoted, and
     leases them on command."""
 
-    def __init__(self, num_hash_blocks: int | None = 6, key=None, instance="server", slot=4, port=0, below: int = 0):
+    def __init__(
+        self, num_hash_blocks: int | None = 6, key=None, instance="server", slot=4, port=0, below=0, host="127.0.0.1"
+    ):
         self.num_hash_blocks, self.slot, self.heard, self.agent = num_hash_blocks, slot, [], FakeAgent()
         self.below = below
         self.agent.name = f"agent of {instance}"
         self.reactor = Reactor("store")
         with zmq.Context() as context, context.socket(zmq.ROUTER) as probe:
             self.port = port or probe.bind_to_random_port("tcp://127.0.0.1")
-        self.address = Address("127.0.0.1", self.port)
+        self.address = Address(host, self.port)
         self.pool = SimpleNamespace(address=0, nbytes=POOL)
         self.serving = NodeLeaseServer(self, instance, NodeOptions((), self.address, key), self.agent, lambda: None)
         self.reactor.start()
@@ -248,6 +250,20 @@ def test_remote_store_with_two_addresses_has_one_peer(made):
     assert asker.look([f"127.0.0.1:{store.port}", f"localhost:{store.port}"]).num_hash_blocks == 6
     assert asker.do(lambda: len(asker.tier_process._peers)) == 1
     eventually(lambda: len(store.of(m.LeaseRequest)) - len(store.of(m.Return)) == 1)
+
+
+def test_remote_store_that_has_the_second_address_of_another_now_is_asked(made, monkeypatch):
+    monkeypatch.setattr(node_peers, "BACKOFF_SECONDS", (0.05, 0.1))
+    store = made(Store, host="0.0.0.0")
+    asker, one, two = made(Asker), f"127.0.0.1:{store.port}", f"127.0.0.2:{store.port}"
+    assert [asker.look([each]).num_hash_blocks for each in (one, two, two)] == [6, 6, 6]
+    assert asker.do(lambda: len(asker.tier_process._peers)) == 1
+    store.stop()
+    made(Store, 3, instance="first", port=store.port)
+    made(Store, 4, instance="second", port=store.port, host="127.0.0.2")
+    eventually(lambda: asker.look([one]).num_hash_blocks == 3)
+    eventually(lambda: asker.look([two]).num_hash_blocks == 4)
+    assert asker.look([one]).num_hash_blocks == 3
 
 
 def test_remote_store_own_address_in_list_is_skipped(made):

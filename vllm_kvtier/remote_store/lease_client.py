@@ -88,7 +88,8 @@ class NodeLeaseClient(LeaseConnections[Peer]):
     ):
         super().__init__(reactor, w.decode_from_server, Peer)
         self._instance, self._options, self._on_gone, self._log = instance, options, on_gone, log
-        self._aliases: dict[Address, Address] = {}  # of stores that are connected under another address
+        # Of stores that are connected under another address: that, and the store's agent.
+        self._aliases: dict[Address, tuple[Address, str]] = {}
         self._ids, self._generations = itertools.count(1), itertools.count(1)
 
     def __len__(self) -> int:
@@ -97,7 +98,7 @@ class NodeLeaseClient(LeaseConnections[Peer]):
     def lookup(self, address: Address, request: w.LookupRequest, on_reply: OnReply) -> bool:
         """Send a lookup. ``on_reply(peer, reply)`` is called later, the last time with a hit, a miss or None; the
         caller ``release`` s a hit's lease. False: the peer is unavailable, and nothing is called."""
-        peer = self._connections.get(self._aliases.get(address, address)) or self._connect(address)
+        peer = self._connections.get(address) or self._aliased(address) or self._connect(address)
         if peer is None:
             return False
         now = peer.last_used = time.monotonic()
@@ -149,6 +150,12 @@ class NodeLeaseClient(LeaseConnections[Peer]):
     def reached(self, peer: Peer) -> None:
         """A read from the peer succeeded: end its backoff."""
         self._paused.pop(peer.address, None)
+
+    def _aliased(self, address: Address) -> Peer | None:
+        """The connection under another address, if it is still to the same store."""
+        other, agent = self._aliases.get(address, (address, ""))
+        peer = self._connections.get(other)
+        return peer if peer is not None and peer.agent == agent else None
 
     # -- connecting ---------------------------------------------------------------------------------------------
 
@@ -219,7 +226,7 @@ class NodeLeaseClient(LeaseConnections[Peer]):
         """Move the lookups of a second connection to the same store to the first: NIXL needs one agent per store."""
         if len(self._aliases) >= MAX_REMEMBERED:
             self._aliases.clear()
-        self._aliases[peer.address] = known.address
+        self._aliases[peer.address] = known.address, known.agent
         lookups, peer.lookups = peer.lookups, {}
         self.close(peer, "it is connected under another address", log=False)
         self._paused.pop(peer.address, None)
