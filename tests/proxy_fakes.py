@@ -22,6 +22,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 
 from vllm_kvtier.proxy.app import create_app
 from vllm_kvtier.proxy.config import EngineAddress, ProxyConfig
+from vllm_kvtier.proxy.connections import BoundedProtocol
 
 
 class QuietServer(uvicorn.Server):
@@ -325,7 +326,7 @@ class Cluster:
             await engine.start()
         release = None if self._real_release else self.released.put
         self.app = create_app(self.config(), release=release, probe_on_start=self._probe_on_start)
-        self._proxy = QuietServer(self.app, lifespan="on")
+        self._proxy = QuietServer(self.app, lifespan="on", http=BoundedProtocol)
         await self._proxy.begin()
         while self.app.core is None:
             await asyncio.sleep(0)

@@ -16,6 +16,7 @@ import httpx
 import pytest
 from proxy_fakes import ALONE, Cluster, alone, events, text_of, turn
 
+from vllm_kvtier.proxy.connections import MAX_HEAD_BYTES
 from vllm_kvtier.proxy.engines.engine_http import EngineHttp
 from vllm_kvtier.proxy.messages.buffers import Held
 from vllm_kvtier.proxy.messages.request_bodies import ClientRequest
@@ -528,6 +529,55 @@ async def test_proxy_concurrent_requests_get_their_answers():
         assert all(engine["outstanding"] == 0 for engine in state["prefill"] + state["decode"])
         assert state["counts"]["prefilled"] == 90
         assert min(len(engine.seen) for engine in (*c.p, *c.d)) >= 30
+
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\n"
+CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n0\r\n"
+
+
+@pytest.mark.parametrize(
+    ("begin", "more", "answer"),
+    [
+        (b"GET /", b"a" * 1000, b"HTTP/1.1 400"),
+        (HEAD, b"a: b\r\n", b"HTTP/1.1 400"),
+        (HEAD + b"a: ", b"b" * 1000, b"HTTP/1.1 400"),
+        (CHUNKED, b"a: b\r\n", b""),
+        (CHUNKED + b"a: ", b"b" * 1000, b""),
+    ],
+    ids=["url", "headers", "header", "trailers", "trailer"],
+)
+async def test_request_heads_without_end_are_not_held(begin, more, answer):
+    async with Cluster() as c:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(c.url.rpartition(":")[2]))
+        writer.write(begin)
+        await writer.drain()
+        for _ in range(1 if answer else 9):  # what is read together with a body's end is not counted
+            writer.write(more * (MAX_HEAD_BYTES // len(more) + 1))
+        with anyio.fail_after(20), contextlib.suppress(ConnectionError):
+            assert (await reader.read()).startswith(answer)
+        writer.close()
+        assert (await c.chat("hello", headers={"x": "y" * 60_000})).status_code == 200
+
+
+@pytest.mark.parametrize("first", [b"", b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"], ids=["", "second"])
+@pytest.mark.parametrize("begin", [b"", HEAD], ids=["silent", "head"])
+async def test_connections_without_request_are_ended(first, begin):
+    async with Cluster(client_timeout=0.2) as c:
+        c.d[0].hold = asyncio.Event()
+        held = asyncio.create_task(c.chat("hello"))
+        await c.d[0].until_seen(1)
+        for _ in range(2):
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(c.url.rpartition(":")[2]))
+            writer.write(first)
+            if first:
+                await reader.readuntil(b"}")
+            writer.write(begin)
+            with anyio.fail_after(20):
+                assert await reader.read() == b""
+            writer.close()
+        # A request is not ended, however long it takes.
+        c.d[0].hold.set()
+        assert (await held).status_code == 200
 
 
 async def test_proxy_command_starts_and_serves():

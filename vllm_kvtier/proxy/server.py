@@ -14,6 +14,7 @@ from vllm_kvtier.logs import get_logger
 from vllm_kvtier.proxy import logs
 from vllm_kvtier.proxy.app import ProxyApp, create_app
 from vllm_kvtier.proxy.config_file import Settings
+from vllm_kvtier.proxy.connections import BoundedProtocol
 from vllm_kvtier.proxy.core import check_secrets
 from vllm_kvtier.proxy.reloading import Reloader
 
@@ -67,6 +68,7 @@ def serve(settings: Settings, path: str | None, load: Callable[[], Settings]) ->
     app = create_app(settings.proxy)
     config = uvicorn.Config(
         app,
+        http=BoundedProtocol,
         host=options.host,
         port=options.port,
         log_config=None,

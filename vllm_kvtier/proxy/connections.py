@@ -1,0 +1,61 @@
+"""uvicorn's HTTP protocol with bounds for what is not yet a request: uvicorn has none with httptools.
+
+Otherwise anything that can connect could send headers without end, which are held, or connections without a request.
+"""
+
+from typing import Any
+
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+# Of a request's line and headers, or of the trailers after a body.
+MAX_HEAD_BYTES = 64 << 10
+
+_Base: Any = AutoHTTPProtocol
+# h11, which uvicorn takes without httptools, has a bound of its own.
+_IS_UNBOUNDED = hasattr(_Base, "on_headers_complete")
+_BUSY = object()
+
+
+class BoundedProtocol(_Base):
+    """A connection ends if a head is larger than ``MAX_HEAD_BYTES``, or if no request begins within ``client_timeout``,
+    or up to twice as long."""
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._head_bytes = 0  # since the last head ended, or the last piece of a body
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._watcher.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._head_bytes += len(data)
+        super().data_received(data)
+        if _IS_UNBOUNDED and self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+            if self._request() is _BUSY:
+                self.transport.close()
+            else:
+                self.send_400_response(f"The request line and the headers exceed {MAX_HEAD_BYTES} bytes.")
+
+    def on_headers_complete(self) -> None:
+        self._head_bytes = 0
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._head_bytes = 0
+        super().on_body(body)
+
+    def _request(self) -> object:
+        """_BUSY while one is served; else the last one, if any."""
+        return _BUSY if self.cycle is not None and not self.cycle.response_complete else self.cycle
+
+    def _watch(self) -> None:
+        seconds = self.config.app.core.config.client_timeout
+        self._watcher = self.loop.call_later(seconds, self._end_if_silent, self._request())
+
+    def _end_if_silent(self, before: object) -> None:
+        if before is not _BUSY and self._request() is before:
+            self.transport.close()
+        else:
+            self._watch()
