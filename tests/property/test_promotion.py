@@ -233,23 +233,34 @@ def test_promotion_beyond_a_tenants_share_stops_only_that_tenants_promotions(sha
     assert world.here(more) == (16 if share < 1 else 64)
 
 
-def test_promotions_of_a_hung_tier_do_not_keep_others_from_starting(monkeypatch):
-    """Its process may not be killable, and their reads end with it."""
+def test_promotions_of_a_hung_tier_end_and_hinder_no_others(monkeypatch):
+    """Its process may not be killable; its reads end with it."""
     monkeypatch.setattr(module, "MAX_JOBS", 2)
-    disk, s3 = FakeTier("disk"), FakeTier("object")
-    world, (a, b, c, d, e) = World(disk, s3), (block_hashes_of(name, 2) for name in "abcde")
-    disk.num_hash_blocks = {a[:HASH_BYTES]: 2, b[:HASH_BYTES]: 2, c[:HASH_BYTES]: 2}
-    s3.num_hash_blocks = {block_hashes[:HASH_BYTES]: 2 for block_hashes in (c, d, e)}
-    assert world.ahead(a) and world.ahead(b) and world.ahead(c) is None
-    disk.up = False
-    assert world.ahead(a) is None, "it would wait for the end of the tier's process"
-    assert world.ahead(c) and world.ahead(d) and world.ahead(e) is None
-    while s3.reads:
-        s3.finish()
-    assert world.here(c) == world.here(d) == 2 and len(world.promotion) == 2
-    while disk.reads:
-        disk.finish(good=lambda block: False)
-    assert world.quiet()
+    disk, s3, heard = FakeTier("disk"), FakeTier("object", at_once=False), []
+    world, (a, b, c) = World(disk, s3), (block_hashes_of(name, 4) for name in "abc")
+    disk.num_hash_blocks = {a[:HASH_BYTES]: 4, c[:HASH_BYTES]: 4}
+    s3.num_hash_blocks = {b[:HASH_BYTES]: 4, c[:HASH_BYTES]: 4}
+    hung, late = world.ahead(a), world.ahead(b)
+    s3.asked, asked = [], s3.asked  # the disk finds nothing of the second
+    for ahead in hung, late:
+        world.promotion.wait(ahead, 99.0, lambda ahead=ahead: heard.append(ahead))
+    assert world.ahead(c) is None, "as many jobs as there may be"
+    disk.up = s3.up = False
+    world.promotion.tiers_changed()
+    assert heard == [hung, late] and hung.over and late.over and not len(world.promotion)
+    parents = (bytes(HASH_BYTES) + a)[: len(a)]
+    slots = world.index.reserve(ENGINE, NAMESPACE_ID, b"", [0] * 4, a, parents, EVERYTHING)
+    assert not {block.slot for block in disk.reads[0][0]} & set(slots), "the read may still write to its slots"
+    assert world.index.commit(ENGINE, slots) == world.here(a) == 4
+    s3.up = True
+    assert not world.ahead(c).over
+    s3.answer()
+    s3.finish()
+    assert world.here(c) == 4
+    disk.finish()
+    s3.asked = asked
+    s3.answer()
+    assert world.here(a) == 4 and world.quiet() and not any(world.promotion._left_bytes.values())
 
 
 def test_promotion_without_blocks_in_tiers_ends_at_once():
@@ -446,6 +457,9 @@ class Machine(RuleBasedStateMachine):
     @rule(tier=st.integers(0, 1), up=st.booleans())
     def goes_or_comes(self, tier, up):
         (self.near, self.far)[tier].up = up
+        self.world.promotion.tiers_changed()
+        if not (self.near.up or self.far.up):
+            assert not len(self.world.promotion)
 
     @rule(seconds=st.sampled_from([0.0, 0.6, 6.0, 200.0]))
     def wait(self, seconds):

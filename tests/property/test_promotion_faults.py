@@ -132,6 +132,7 @@ def test_lookup_does_not_wait_for_unavailable_tier():
     want = Want(NAMESPACE_ID, HASH_BLOCK_SIZE, [GroupShape(1, 1)], block_hashes, 0)
     lower.lookup(1, want, EVERYTHING, 0.0, lambda found, below: heard.append(below.num_hash_blocks))
     disk.up = False
+    disk.on_change()
     lower.lookup(1, want, EVERYTHING, 9.0, lambda found, below: heard.append((found.num_hash_blocks, below)))
     assert heard == [4, (0, None)]
     disk.finish()

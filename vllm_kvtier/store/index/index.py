@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from vllm_kvtier.store.eviction import DEFAULT_POLICY, POLICIES
 from vllm_kvtier.store.eviction.base import Policy
-from vllm_kvtier.store.index.block_entry import READY, RESERVED, BlockEntry, NamespaceBlocks
+from vllm_kvtier.store.index.block_entry import READY, RESERVED, BlockEntry, BlockName, NamespaceBlocks
 from vllm_kvtier.store.index.block_table import BlockTable
 from vllm_kvtier.store.index.leases import LeaseTable
 from vllm_kvtier.store.index.removal_history import RemovalReason
@@ -265,6 +265,12 @@ class Index(BlockTable):
                 self._remove(entry, removal_reason)
         self._stats.aborts += len(ended)
         return len(ended)
+
+    def abandon(self, client: int, name: BlockName, removal_reason: RemovalReason) -> None:
+        """Unlist a block that this client writes, so that others can store it. Its slot stays reserved."""
+        entry = self.find(*name)
+        if entry is not None and entry.client == client:
+            self._remove(entry, removal_reason)
 
     # -- discard and pin -----------------------------------------------------------------------------------------
 

@@ -3,7 +3,8 @@
 A *job* serves one prefix. It asks the tiers in their order, each from the end of the previous tier's blocks, and reads
 the blocks into slots in chunks. Blocks of a chunk are reserved as an engine's are, visible to all lookups once they are
 read, and leased until the job ends, so that the prefix stays complete. If several jobs need a block, the job that
-reserves it reads it, and the others wait for that read. A job goes on when its request is gone.
+reserves it reads it, and the others wait for that read. A job goes on when its request is gone. It does not wait for an
+unavailable tier: a device may block its process for hours.
 """
 
 import time
@@ -34,7 +35,7 @@ CHUNKS_IN_FLIGHT = 2  # chunks of one read: the tier has the next one when it en
 # If all memory is in use, the failed reservation blocks the server for milliseconds. No job starts for this multiple of
 # that time. If a tenant has its share, nothing is reserved for that tenant.
 FULL_BACKOFF = 20.0
-MAX_JOBS = 256  # at a time, without those of unavailable tiers; further lookups get what is in memory
+MAX_JOBS = 256  # at a time; further lookups get what is in memory
 
 _JobKey = tuple[bytes, bytes, tuple[str, ...], tuple[str, ...]]
 
@@ -80,24 +81,20 @@ class PromotionRead:
 
 class PromotionJob:
     """``num_hash_blocks``: end of the blocks found so far. ``asking``: the tier whose ``find`` of ``asked`` is running.
-    ``status``: (end, time) that this tier expects of its answer, if it has reported that."""
+    ``next_tiers``: to be asked after it. ``status``: (end, time) that this tier expects of its answer, if it has
+    reported that."""
 
     def __init__(self, key: _JobKey, want: Want, pages_limit: int):
         self.key, self.want, self.pages_limit = key, want, pages_limit
         self.num_hash_blocks = want.start
         self.asking: Tier | None = None
         self.asked: Want | None = None
+        self.next_tiers: Iterable[Tier] = ()
         self.status: tuple[int, float] | None = None
         self.waits_for: set[PromotionRead] = set()  # its own, and other jobs' reads of its blocks
         self.waiters: list[Waiter] = []
         self.leases: list[int] = []  # on the blocks read
         self.over = False
-
-    @property
-    def progressing(self) -> bool:
-        """False: it waits for an unavailable tier, perhaps for a process that cannot be killed."""
-        tiers = {read.tier for read in self.waits_for} | ({self.asking} if self.asking is not None else set())
-        return all(tier.usable for tier in tiers)
 
 
 class Promotion:
@@ -133,11 +130,8 @@ class Promotion:
         key = (want.namespace_id, want.block_hashes[-HASH_BYTES:], want.nodes, want.skip)
         known = self._jobs.get(key)
         if known is not None:
-            return known if known.progressing else None
-        busy = len(self._jobs)
-        if busy >= MAX_JOBS:
-            busy = sum(job.progressing for job in self._jobs.values())
-        if busy >= MAX_JOBS or self._is_full(b""):
+            return known
+        if len(self._jobs) >= MAX_JOBS or self._is_full(b""):
             return None
         job = self._jobs[key] = PromotionJob(key, want, pages_limit)
         self._seek(job, iter(self._tiers_for(want)))
@@ -186,6 +180,19 @@ class Promotion:
         job.waiters.append(waiter)
         return waiter
 
+    def tiers_changed(self) -> None:
+        """A tier may be unavailable: the callback for ``Tier.on_change``."""
+        lost = [(name, read) for name, read in self._inbound.items() if not read.tier.usable]
+        for name, read in lost:
+            del self._inbound[name]
+            self._index.abandon(self._client(read.find.want), name, RemovalReason.UNREAD)
+        for job in list(self._jobs.values()):
+            for read in [read for read in job.waits_for if not read.tier.usable]:
+                self._cancel_rest(read)
+                self._end_waits(read)
+            if job.asking is not None and not job.asking.usable:
+                self._seek(job, job.next_tiers)
+
     def __len__(self) -> int:
         return len(self._jobs)
 
@@ -199,11 +206,11 @@ class Promotion:
                 break
             if not tier.usable:
                 continue
-            job.asking = tier
+            job.asking, job.next_tiers = tier, tiers
             job.asked = replace(want, start=job.num_hash_blocks)
-            tier.find(job.asked, partial(self._found, job, tiers, tier))
+            tier.find(job.asked, partial(self._found, job, tier))
             return
-        job.asking = None
+        job.asking = job.asked = None
         self._end_if_done(job)
         if not job.over:
             self._end_vain_waits(job)
@@ -225,12 +232,16 @@ class Promotion:
     def _tiers_for(self, want: Want) -> list[Tier]:
         return [tier for tier in self._tiers if tier.name not in want.skip]
 
-    def _found(self, job: PromotionJob, tiers: Iterable[Tier], tier: Tier, find: Find) -> None:
+    def _found(self, job: PromotionJob, tier: Tier, find: Find) -> None:
+        if find.want is not job.asked:  # the tier was unavailable meanwhile
+            if find.num_hash_blocks > find.want.start:
+                tier.release(find)
+            return
         job.asked = job.status = None
         if find.num_hash_blocks > find.want.start:
             job.num_hash_blocks = find.num_hash_blocks
             self._begin(job, tier, find)
-        self._seek(job, tiers)
+        self._seek(job, job.next_tiers)
 
     def _begin(self, job: PromotionJob, tier: Tier, find: Find) -> None:
         read = PromotionRead(job, tier, find, _blocks(find))
@@ -311,7 +322,7 @@ class Promotion:
             self._less(read, block.pages * PAGE)
         self._index.commit(client, [block.slot for block in right])
         self._index.abort(client, [block.slot for block in wrong], RemovalReason.UNREAD)
-        if right:
+        if right and not read.job.over:
             lease, _ = self._index.lease_blocks(client, [block.name for block in right], forever=True)
             if lease:
                 read.job.leases.append(lease)
@@ -334,9 +345,13 @@ class Promotion:
     def _end(self, read: PromotionRead) -> None:
         read.over = True
         read.tier.release(read.find)
-        for job in read.awaited_by:
+        self._end_waits(read)
+
+    def _end_waits(self, read: PromotionRead) -> None:
+        jobs, read.awaited_by = read.awaited_by, set()
+        for job in jobs:
             job.waits_for.discard(read)
-        for job in read.awaited_by:
+        for job in jobs:
             self._end_if_done(job)
             if not job.over and not job.waits_for:
                 _fire_all(job)  # the blocks found are in memory, and the client decides whether to wait for more

@@ -43,8 +43,8 @@ class TierStack:
             index.watches.append(demotion)
             if index.removal_history is not None:
                 index.removal_history.eviction_reason = demotion.removal_reason
-            for tier in tiers:
-                tier.on_change = demotion.tiers_changed
+        for tier in tiers:
+            tier.on_change = self._tiers_changed
 
     @property
     def names(self) -> list[str]:
@@ -125,6 +125,11 @@ class TierStack:
         """The client disconnected: cancel its waits. Its promotions go on."""
         for waiter in self._waiting.pop(client, ()):
             waiter.cancel()
+
+    def _tiers_changed(self) -> None:
+        if self._demotion is not None:
+            self._demotion.tiers_changed()
+        self._promotion.tiers_changed()
 
     def discard(self, namespace_id: bytes, group: int, block_hash: bytes) -> None:
         for tier in self._tiers:
