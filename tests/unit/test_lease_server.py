@@ -423,6 +423,24 @@ def test_lease_client_invalid_addresses_are_unreachable(make, host, caplog):
         assert record.getMessage().isascii() and "\n" not in record.getMessage()
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "machine"])
+def test_lease_client_without_key_connects_to_loopback_only(make, monkeypatch, host):
+    """An engine without a key listens nowhere else, and a client may name any host."""
+    monkeypatch.setattr(Asker, "near", "")  # over TCP
+
+    def getaddrinfo(name, port, *_):
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    source, asker = make(Source), make(Asker)
+    source.table.add(export(kind=LeaseKind.RETAINED))
+    answer = asker.answer((host, source.address[1]))
+    if host == "machine":
+        assert answer.code == "unreachable" and not asker.peers._connections
+    else:
+        assert isinstance(answer, LeasedBlocks)
+
+
 def test_name_that_dns_does_not_answer_holds_no_other_request_up(make, monkeypatch):
     """ZMQ resolved names on the thread that moves all messages: two names of a client cost 15 s."""
     monkeypatch.setattr(Asker, "near", "")  # over TCP
@@ -436,7 +454,8 @@ def test_name_that_dns_does_not_answer_holds_no_other_request_up(make, monkeypat
         raise socket.gaierror(socket.EAI_AGAIN, "no answer")
 
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
-    source, asker = make(Source), make(Asker, lookup_timeout=30, handshake_timeout=30)
+    key = ClusterKey(zmq.curve_keypair()[1])
+    source, asker = make(Source, key=key), make(Asker, key=key, lookup_timeout=30, handshake_timeout=30)
     source.table.add(export(kind=LeaseKind.RETAINED))
     slow = [asker.ask((f"slow-{i}", 9)) for i in range(dealer.MAX_RESOLVED)]
     assert asked.wait(10)
@@ -445,14 +464,14 @@ def test_name_that_dns_does_not_answer_holds_no_other_request_up(make, monkeypat
     assert not any(pending.outcome for pending in slow)
     go_on.set()
     assert {eventually(lambda p=pending: p.outcome).code for pending in slow} == {"unreachable"}
-    assert isinstance(make(Asker).answer(("node-a", source.address[1])), LeasedBlocks)
+    assert isinstance(make(Asker, key=key).answer(("node-a", source.address[1])), LeasedBlocks)
 
 
 def test_name_without_a_thread_to_resolve_it_is_unreachable(make, monkeypatch):
     def start(thread):
         raise RuntimeError("can't start new thread")
 
-    asker = make(Asker, lookup_timeout=30)
+    asker = make(Asker, key=ClusterKey(zmq.curve_keypair()[1]), lookup_timeout=30)
     monkeypatch.setattr(threading.Thread, "start", start)
     for i in range(dealer.MAX_RESOLVED + 1):
         assert asker.answer((f"node-{i}", 9)).reason == "can't start new thread"

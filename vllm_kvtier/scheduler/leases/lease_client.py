@@ -30,7 +30,7 @@ from vllm_kvtier.scheduler.matching.transfer_params import Address
 from vllm_kvtier.scheduler.sources.base import LookupHit, LookupMiss
 from vllm_kvtier.shapes.read_paths import Reach, ReadPath
 from vllm_kvtier.wire import messages as m
-from vllm_kvtier.wire.auth import ClusterKey
+from vllm_kvtier.wire.auth import ClusterKey, is_loopback
 from vllm_kvtier.wire.dealer import Dealer
 from vllm_kvtier.wire.lease_connections import ClientConnection, LeaseConnections
 from vllm_kvtier.wire.local import LocalDealer
@@ -218,6 +218,10 @@ class LeaseClient(LeaseConnections[_Connection]):
             self._log_once(address, f"{MAX_CONNECTIONS} connections are open already")
             return None
         host, port = address
+        if port != SAME_NODE and self._key is None and not is_loopback(host.strip("[]")):
+            # A client may have named it, and this engine would compute with what it sends.
+            self._log_once(address, "the address is not loopback and no cluster_key_file is set")
+            return None
         try:
             connect: Callable[..., LocalDealer | Dealer]
             if port == SAME_NODE:
