@@ -140,6 +140,8 @@ def test_client_with_all_its_connections_open_gives_up_the_longest_unused(make, 
     assert isinstance(other, LeasedBlocks) and asker.held() == 2, "the first is in use, the second was not"
     assert asker.answer(sources[1].address, SOON).code == "unreachable"
     asker.peers.release(held, done=False)
+    assert asker.answer(("192.0.2.1", 7), SOON).code == "unreachable" and asker.held() == 1
+    assert on_reactor(asker, lambda: len(asker.peers._connections)) == 2, "an address that is refused closes none"
     assert isinstance(asker.answer(sources[1].address, SOON), LeasedBlocks) and asker.held() == 2
 
 

@@ -214,13 +214,13 @@ class LeaseClient(LeaseConnections[_Connection]):
         hello = self._hello()
         if hello is None:
             return None
-        if len(self._connections) >= MAX_CONNECTIONS and not self._close_longest_unused():
-            self._log_once(address, f"{MAX_CONNECTIONS} connections are open already")
-            return None
         host, port = address
         if port != SAME_NODE and self._key is None and not is_loopback(host.strip("[]")):
             # A client may have named it, and this engine would compute with what it sends.
             self._log_once(address, "the address is not loopback and no cluster_key_file is set")
+            return None
+        if len(self._connections) >= MAX_CONNECTIONS and not self._close_longest_unused():
+            self._log_once(address, f"{MAX_CONNECTIONS} connections are open already")
             return None
         try:
             connect: Callable[..., LocalDealer | Dealer]
