@@ -9,6 +9,7 @@ import ssl
 import sys
 from pathlib import Path
 
+import anyio
 import httpx
 import pytest
 from proxy_authority import Authority
@@ -94,6 +95,8 @@ D = "engines: [{role: decode, url: 'http://d:1'}]\n"
         ("[", "cannot be parsed"),
         ("5", "must be a mapping"),
         ("", "must be a mapping"),
+        ("on: 1", "options by name"),
+        ("engines: [{1: 2, role: decode}]", "role is missing"),
         ("port: 9000", "no decode engine"),
         (D + "qeue_limit: 5", "unknown field `qeue_limit`"),
         (D + "queue_limit: many", r"Expected `int`, got `str` - at `\$.queue_limit`"),
@@ -240,6 +243,34 @@ async def test_running_proxy_reloads_engine_list(tmp_path, engines, how):
         proxy.process.send_signal(signal.SIGHUP)
         await proxy.until("the old configuration stays")
         assert await proxy.chat("c") == "D1"
+
+
+async def test_files_are_watched_after_any_error(tmp_path, engines):
+    proxy = Process(tmp_path)
+    proxy.write(engines[0])
+    async with proxy:
+        for text in ("on: 1", json.dumps({"engines": [], "api_keys_file": "a\0"})):
+            proxy.write(text=text)
+            await proxy.until("the old configuration stays")
+        proxy.write(engines[1])
+        await proxy.until("yaml reloaded")
+        assert await proxy.chat("a") == "D1"
+
+
+async def test_file_that_a_reload_names_is_watched(tmp_path, engines):
+    keys = _folder(tmp_path / "elsewhere") / "clients.keys"
+    keys.write_text("ann sk-0123456789abcdef")
+    proxy = Process(tmp_path)
+    proxy.write(engines[0])
+    async with proxy:
+        proxy.write(engines[0], api_keys_file=str(keys))
+        await proxy.until("yaml reloaded")
+        # The files are watched anew a moment after the line.
+        headers = {"Authorization": "Bearer sk-another-key-of-ann"}
+        with anyio.fail_after(20):
+            while (await proxy.client.get("/v1/models", headers=headers)).is_error:
+                keys.write_text("ann sk-another-key-of-ann")
+                await asyncio.sleep(0.1)
 
 
 async def test_proxy_sigterm_waits_for_streams(tmp_path, engines):

@@ -10,6 +10,7 @@ Paths are relative to the file. docs/proxy.md lists all options.
 """
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +50,8 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise ConfigError("Only one of tls_cert_file and tls_key_file is given; give both or none.")
         if self.tls_client_ca_file is not None and self.tls_cert_file is None:
             raise ConfigError("tls_client_ca_file needs tls_cert_file and tls_key_file.")
-        if self.drain_delay < 0 or self.drain_timeout < 0:
-            raise ConfigError("drain_delay and drain_timeout must not be negative.")
+        if not (0 <= self.drain_delay < math.inf and 0 <= self.drain_timeout < math.inf):
+            raise ConfigError("drain_delay and drain_timeout must be numbers, and not negative.")
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -90,15 +91,15 @@ def _read(path: Path) -> dict[str, Any]:
         values = _decode(path, path.read_bytes())
     except OSError as error:
         raise ConfigError(f"The configuration {path} cannot be read ({error.strerror}); check the path.") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"The configuration {path} must be a mapping of options.")
+    if not _has_names(values):
+        raise ConfigError(f"The configuration {path} must be a mapping of options by name.")
     engines = values.pop("engines", [])
     if not isinstance(engines, list) or any(role in values for role in ROLES):
         raise ConfigError(f"{path}: engines must be a list of {{role, url, ...}}, and the only place for engines.")
     values = _absolute_paths(with_new_names(values, RENAMED), path.parent)
     for number, engine in enumerate(engines):
         where = f"{path}, engine {number + 1}"
-        if not isinstance(engine, dict) or engine.get("role") not in ROLES:
+        if not _has_names(engine) or engine.get("role") not in ROLES:
             raise ConfigError(f"{where}: the role is missing or unknown; it must be one of {', '.join(ROLES)}.")
         engine = _absolute_paths(engine, path.parent)
         role = engine.pop("role")
@@ -123,6 +124,11 @@ def _decode(path: Path, content: bytes) -> Any:
     except (ValueError, msgspec.DecodeError) as error:
         raise ConfigError(f"The configuration {path} cannot be parsed: {error}.") from error
     raise ConfigError(f"The configuration {path} must end in .yaml, .toml or .json.")
+
+
+def _has_names(values: Any) -> bool:
+    """Whether it is a mapping by names; in YAML, ``on:`` and ``1:`` are none."""
+    return isinstance(values, dict) and all(isinstance(name, str) for name in values)
 
 
 def _absolute_paths(values: dict[str, Any], parent: Path) -> dict[str, Any]:

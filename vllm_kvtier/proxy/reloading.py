@@ -7,6 +7,8 @@ logged.
 import asyncio
 import signal
 from collections.abc import Callable
+from contextlib import aclosing
+from pathlib import Path
 
 from vllm_kvtier.errors import ConfigError
 from vllm_kvtier.logs import get_logger
@@ -19,10 +21,19 @@ logger = get_logger(__name__)
 class Reloader:
     """Reloads the configuration. Started and stopped on the serving event loop."""
 
-    def __init__(self, app: ProxyApp, path: str, load: Callable[[], Settings], on_settings: Callable[[Settings], None]):
-        """``load`` reads the file at ``path`` and the command's options; ``on_settings`` may raise ConfigError."""
+    def __init__(
+        self,
+        app: ProxyApp,
+        path: str,
+        settings: Settings,
+        load: Callable[[], Settings],
+        on_settings: Callable[[Settings], None],
+    ):
+        """``settings``: in force now. ``load`` reads the file at ``path`` and the command's options; ``on_settings``
+        may raise ConfigError."""
         self._app = app
         self._path = path
+        self._settings = settings
         self._load = load
         self._on_settings = on_settings
         self._lock = asyncio.Lock()
@@ -47,6 +58,7 @@ class Reloader:
             settings = await asyncio.to_thread(self._load)
             self._on_settings(settings)
             self._app.core.apply(settings.proxy)
+            self._settings = settings
             logger.info("kvtier: proxy: configuration %s reloaded", self._path)
 
     async def stop(self) -> None:
@@ -56,7 +68,14 @@ class Reloader:
             await asyncio.wait(self._tasks)
 
     async def _watch(self, watchfiles) -> None:
-        files = watched_files(self._path, await asyncio.to_thread(self._load))
+        try:
+            while not self._stop.is_set():
+                await self._watch_files(watchfiles, watched_files(self._path, self._settings))
+        except Exception:  # such as of a machine without inotify watches left
+            logger.exception("kvtier: proxy: %s is not watched any more; it is reloaded on SIGHUP only", self._path)
+
+    async def _watch_files(self, watchfiles, files: set[Path]) -> None:
+        """Reload when one of ``files`` changes, until they are others, or ``stop``."""
         # Directories, because editors and Kubernetes replace the file.
         folders = {file.resolve().parent for file in files} | {file.absolute().parent for file in files}
         names = {file.name for file in files} | {"..data"}
@@ -64,8 +83,12 @@ class Reloader:
         def matters(change, path: str) -> bool:
             return path.rpartition("/")[2] in names
 
-        async for _ in watchfiles.awatch(*folders, watch_filter=matters, stop_event=self._stop, recursive=False):
-            await self._reload_or_log()
+        watch = watchfiles.awatch(*folders, watch_filter=matters, stop_event=self._stop, recursive=False)
+        async with aclosing(watch) as changes:
+            async for _ in changes:
+                await self._reload_or_log()
+                if watched_files(self._path, self._settings) != files:
+                    return
 
     async def _reload_or_log(self) -> None:
         try:
@@ -75,6 +98,8 @@ class Reloader:
             logger.error(  # noqa: TRY400
                 "kvtier: proxy: reload failed (%s); the old configuration stays in force", error
             )
+        except Exception:
+            logger.exception("kvtier: proxy: reload failed; the old configuration stays in force")
 
     def _in_background(self) -> None:
         self._keep(self._reload_or_log())

@@ -6,6 +6,7 @@ import resource
 import signal
 import ssl
 from collections.abc import Callable
+from functools import partial
 
 import uvicorn
 
@@ -89,7 +90,8 @@ def serve(settings: Settings, path: str | None, load: Callable[[], Settings]) ->
         raise ConfigError(f"The certificate cannot be used ({error}); check tls_cert_file and tls_key_file.") from error
     server = Server(config, app, options.drain_delay)
     if path is not None:
-        server.reloader = Reloader(app, path, load, lambda new: _reload_certificate(config, options, new.server))
+        on_settings = partial(_reload_certificate, config, options)
+        server.reloader = Reloader(app, path, settings, load, lambda new: on_settings(new.server))
     else:
         # Without a file there is nothing to reload; the default action would end the process.
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
