@@ -31,6 +31,7 @@ from vllm_kvtier.vllm_compat.engine_info import engine_info
 from vllm_kvtier.vllm_compat.hooks import local_hits
 from vllm_kvtier.vllm_compat.hooks.block_pool import BlockPool
 from vllm_kvtier.vllm_compat.hooks.interpreter import SwitchInterval
+from vllm_kvtier.vllm_compat.hooks.step_pause import end_pause
 from vllm_kvtier.vllm_compat.layout.kv_layout import cache_view
 from vllm_kvtier.vllm_compat.probe import features
 from vllm_kvtier.vllm_compat.stats import KVTierPromMetrics, KVTierStats, build
@@ -181,6 +182,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             again = partial(recompute_failed_loads, self._scheduler.engine_scheduler, results)
             self.containment.insist("recomputing failed loads", again, unsafe=True)
         finished = connector_output.finished_recving
+        if finished:
+            end_pause()  # their requests can be scheduled
         if results or finished:
             self._scheduler.arrived(results, set(finished or ()))
 
@@ -305,6 +308,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         work = metadata.work if isinstance(metadata, StepMetadata) else StepWork(-1)
         drafts_follow = self._drafts and self._saved is not metadata and not work.idle
         self._step = self._worker.end_step(work, drafts_follow)
+        if self._step is not None and self._step.finished:
+            end_pause()  # vLLM's scheduler hears of them in the next step
         self._collected = metadata
 
     @contained(_STEP, set, again=True)

@@ -245,6 +245,7 @@ BEHAVIOUR = [
     ("hashes that look ahead", deeper_hashes),
     ("failed loads by request", no_way_for_failures),
     ("idle hook", lambda vllm: vllm.put(f"{CORE}._process_input_queue", lambda self: self.input_queue.get())),
+    ("pause after an empty step", lambda vllm: vllm.put(f"{CORE}._process_engine_step", lambda self: self.step_fn())),
     ("wake-up of the engine", lambda vllm: vllm.put(f"{CORE}._handle_client_request", lambda self, kind, request: 0)),
     ("preemption", lambda vllm: vllm.rename_in_init(f"{REQUEST}.drop_stale_output")),
     ("KV events", events_of_another_form),

@@ -37,6 +37,7 @@ from vllm_kvtier.scheduler.sources.base import (
 )
 from vllm_kvtier.scheduler.sources.prefill_handoff import PrefillHandoffSource
 from vllm_kvtier.shapes.read_paths import ReadPath
+from vllm_kvtier.vllm_compat.hooks.step_pause import end_pause
 
 logger = get_logger(__name__)
 
@@ -118,11 +119,16 @@ class FollowedPrefillSource(PrefillHandoffSource):
         start = 0 if state.asked_again else need.start
         answer = self._lease_client.follow(
             handoff.address, self._config.transfer_timeout,
-            partial(self.grown.append, state.request.request_id), start=start, block_hashes=hashes[-1:],
+            partial(self._has_grown, state.request.request_id), start=start, block_hashes=hashes[-1:],
             lora_fingerprint=lora_fingerprint_of(state.request), export=handoff.export,
             digest=digest, stretches=self._stretches, **self._reply_address(),
         )  # fmt: skip
         return _FollowedLookup(self, answer, state, start, tokens)
+
+    def _has_grown(self, request_id: str) -> None:
+        """On the reactor's thread."""
+        self.grown.append(request_id)
+        end_pause()
 
     def may_begin(self, pending: _FollowedLookup) -> bool:
         """Whether its answer is to be read now: of prompts that are promised ahead only so many hold blocks."""

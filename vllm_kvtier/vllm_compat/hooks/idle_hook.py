@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from vllm_kvtier.containment import Containment
 from vllm_kvtier.logs import get_logger
-from vllm_kvtier.vllm_compat.hooks import rollback
+from vllm_kvtier.vllm_compat.hooks import rollback, step_pause
 from vllm_kvtier.vllm_compat.hooks.scheduler_lock import SchedulerLock
 from vllm_kvtier.vllm_compat.probe.features import granted
 from vllm_kvtier.vllm_compat.probe.row import Feature
@@ -52,6 +52,7 @@ class EngineThread:
         self._contain = containment
         self.scheduler_lock = SchedulerLock(containment)
         self._install()
+        step_pause.install()
 
     def _install(self) -> None:
         if not granted(Feature.IDLE):

@@ -24,6 +24,7 @@ logger = get_logger(__name__)
 # The idle hook finds vLLM's scheduler, which synchronous loads and peer fetches need.
 NEEDS = {
     Feature.LOCAL_HITS: (Feature.STATES,),
+    Feature.PAUSES: (Feature.IDLE,),
     Feature.PEER_FETCH: (Feature.IDLE,),
     Feature.SYNC_LOADS: (Feature.IDLE,),
     Feature.CPU_CODECS: (Feature.CODECS,),

@@ -17,6 +17,7 @@ class Feature(enum.Enum):
     STATES = "recurrent states"
     LOCAL_HITS = "hand-offs behind what attention has (recurrent states)"
     IDLE = "work while the engine is idle"
+    PAUSES = "loads that end vLLM's pauses between empty steps"
     PEER_FETCH = "peer fetch"
     SYNC_LOADS = "synchronous loads"
     EVENTS = "KV events"

@@ -259,6 +259,11 @@ ROWS: tuple[Row, ...] = (
         trial=trials.wakeup, tries="code",
     ),
     Row(
+        "pause after an empty step", Feature.PAUSES, "it is a sleep by the module time, a global of the engine core's",
+        names=("vllm.v1.engine.core:time", "vllm.v1.engine.core:time.sleep"),
+        trial=trials.step_pause, tries="code",
+    ),
+    Row(
         "scheduler's methods", Feature.PEER_FETCH, "blocks are handed out, freed and forgotten in these only",
         calls=(
             (f"{_SCHEDULER}.schedule", 1, ()), (f"{_SCHEDULER}.update_from_output", 3, ()),

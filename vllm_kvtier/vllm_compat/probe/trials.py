@@ -215,6 +215,14 @@ def wakeup() -> None:
     uses(f"{_CORE}._process_input_queue", "input_queue")
 
 
+def step_pause() -> None:
+    uses(f"{_CORE}._process_engine_step", "time")
+    uses(f"{_CORE}._process_engine_step", "sleep")
+    seconds = find("vllm_kvtier.vllm_compat.hooks.step_pause:PAUSE_SECONDS")
+    numbers = inspect.unwrap(find(f"{_CORE}._process_engine_step")).__code__.co_consts
+    expect(seconds in numbers, f"the pause after an empty step is not {seconds} s")
+
+
 def stale_output() -> None:
     made = _request()
     expect(made.num_stale_output_tokens == 0 and made.drop_stale_output is False, "a new request has stale output")
