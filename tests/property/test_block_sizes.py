@@ -72,9 +72,11 @@ def test_blocks_of_other_sizes_equal_plain_model(read, seed, corrupt):
         assert found == case.touched(group, place) & wanted
 
 
-def test_row_with_shift_that_no_part_has_is_bad():
+@pytest.mark.parametrize("shifts", [lambda known: np.full_like(known, 1000), lambda known: None])
+def test_row_with_shift_that_no_part_has_is_bad(shifts):
+    """Nor may a job leave them out: the source's checksums are right, wherever its tokens go."""
     case = next(c for c in map(BlockSizeCase, range(100)) if c.ratio > 1 and len(c.model) == 1)
     groups = case.pulls([0])
-    groups[0].shifts = np.full_like(groups[0].shifts, 1000)
+    groups[0].shifts = shifts(groups[0].shifts)
     [result] = mapped(case, 0, with_agents(case.source), groups)
     assert result.bad_blocks == set(case.local[0]) and result.checksum_mismatch
