@@ -214,6 +214,24 @@ async def test_proxy_api_keys_are_required_and_hidden_from_engines_and_logs(keys
         assert ANN not in told and BOB not in told and "key=ann" in told
 
 
+async def test_tenant_leaves_memory_for_bodies_of_others(keys):
+    size = dict.fromkeys(("max_body_bytes", "max_event_bytes", "max_buffered_bytes"), 1 << 20)
+    async with Cluster(p=0, api_keys_file=str(keys), **size) as c:
+        c.d[0].hold = asyncio.Event()
+        large = "x" * (300 << 10)
+        held = [asyncio.create_task(c.chat(large, headers=bearer(ANN))) for _ in range(3)]
+        await c.d[0].until_seen(3)
+        refused = await c.chat(large, headers=bearer(ANN))
+        assert refused.status_code == 503 and refused.headers["retry-after"]
+        held.append(asyncio.create_task(c.chat(large, headers=bearer(BOB))))
+        await c.d[0].until_seen(4)
+        c.d[0].hold.set()
+        assert [(await task).status_code for task in held] == [200] * 4
+        assert not c.core.bodies.by_tenant and not c.core.bodies.held
+        # One request may be as large as all.
+        assert (await c.chat("x" * 900_000, headers=bearer(ANN))).status_code == 200
+
+
 async def test_tenant_follows_key_owner_when_keys_change(keys):
     async with Cluster(api_keys_file=str(keys)) as c:
         await c.chat("u1", headers=bearer(ANN))

@@ -100,6 +100,8 @@ class ProxyApp:
         if path == "/kvtier/state":
             return path, _only(incoming, ("GET",)) or self._state
         tenant = core.tenants.identify(incoming.headers, owner)
+        if owner is not None or core.config.trust_tenant_header:  # else a client can invent tenants
+            incoming.body_held.tenant = incoming.answer_held.tenant = tenant
         if (route := _GENERATING.get(path)) is not None:
             return path, _only(incoming, ("POST",)) or partial(self._generate, incoming, route, tenant, owner)
         if path == "/kvtier/query":
