@@ -350,6 +350,8 @@ class Exports(RuleBasedStateMachine):
             ),
         }
         assert all(pinned[kind] <= self.budget[kind] for kind in LeaseKind)
+        kept = [e for e in self.exports.values() if e.export.kind is LeaseKind.RETAINED and not e.leases]
+        assert self.table.retained_blocks() == len({i for e in kept for i in e.pinned})
 
     def teardown(self):
         if not hasattr(self, "table"):
@@ -420,6 +422,24 @@ def test_exports_hand_off_is_consumed_by_its_reader_only():
     assert table.release(other.id, "other", done=True) and table.has("e")
     own = table.lease_export("e", export.digest, b"", 0, "reader", 5.0)
     assert table.release(own.id, "reader", done=True) and not table.has("e")
+
+
+def test_retained_blocks_are_counted_once_for_all_that_ask():
+    """Each request that waits for blocks asks in each step."""
+
+    class Pinned(list):
+        counted = 0
+
+        def __iter__(self):
+            Pinned.counted += 1
+            return super().__iter__()
+
+    table = ExportTable(HASH_BLOCK_SIZE, dict.fromkeys(LeaseKind, 100))
+    for n in range(3):
+        export = one_export(str(n), [n] * (4 * HASH_BLOCK_SIZE), 10 * n + 1)
+        export.pinned = Pinned(export.pinned)
+        table.add(export)
+    assert [table.retained_blocks() for _ in range(5)] == [12] * 5 and Pinned.counted == 3
 
 
 def test_exports_search_by_hash_is_bounded(monkeypatch):

@@ -132,6 +132,7 @@ class ExportTable:
         self._by_connection: dict[Hashable, set[int]] = {}
         self._pinned = dict.fromkeys(LeaseKind, 0)
         self._freed: list[list[int]] = []
+        self._retained: int | None = None  # ``retained_blocks``
         self._lease_ids = itertools.count(1)
         self._checksums_ready_step = -1
 
@@ -147,7 +148,7 @@ class ExportTable:
                 self._freed.append(export.pinned)
                 return False
             self._make_room(export.kind, size)
-            self._exports[export.id] = export
+            self._exports[export.id], self._retained = export, None
             self._pinned[export.kind] += size
             for block_hash in export.block_hashes:
                 self._by_hash.setdefault(block_hash, []).append(export)
@@ -211,8 +212,10 @@ class ExportTable:
     def retained_blocks(self) -> int:
         """Blocks that ``release_for_requests`` can free now, but for those that a request has too."""
         with self._lock:
-            retained = (e for e in self._exports.values() if e.kind is LeaseKind.RETAINED and not e.leases)
-            return len({block for export in retained for block in export.pinned})
+            if self._retained is None:  # counted anew only after a change: requests that wait ask in every step
+                retained = (e for e in self._exports.values() if e.kind is LeaseKind.RETAINED and not e.leases)
+                self._retained = len({block for export in retained for block in export.pinned})
+            return self._retained
 
     def clear(self) -> None:
         """End every export; leased ones are freed when their leases end."""
@@ -419,6 +422,7 @@ class ExportTable:
         self._leases[lease.id] = lease
         self._by_connection.setdefault(connection, set()).add(lease.id)
         export.leases.add(lease.id)
+        self._retained = None
         return lease
 
     def _release(self, lease: Lease) -> None:
@@ -431,6 +435,7 @@ class ExportTable:
         if not ids:
             del self._by_connection[lease.connection]
         export.leases.discard(lease.id)
+        self._retained = None
         self._returned.notify_all()
 
     def _end(self, export: Export) -> None:
@@ -440,7 +445,7 @@ class ExportTable:
         size = len(export.pinned)
         if not export.leases:
             self._free(export)  # first: if it raises, nothing has changed
-        export.ended = True
+        export.ended, self._retained = True, None
         del self._exports[export.id]
         self._pinned[export.kind] -= size
         for block_hash in export.block_hashes:
