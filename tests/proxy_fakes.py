@@ -22,7 +22,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 
 from vllm_kvtier.proxy.app import create_app
 from vllm_kvtier.proxy.config import EngineAddress, ProxyConfig
-from vllm_kvtier.proxy.connections import BoundedProtocol
+from vllm_kvtier.proxy.routes.connections import BoundedProtocol
 
 
 class QuietServer(uvicorn.Server):

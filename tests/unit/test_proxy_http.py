@@ -16,10 +16,10 @@ import httpx
 import pytest
 from proxy_fakes import ALONE, Cluster, alone, events, text_of, turn
 
-from vllm_kvtier.proxy.connections import MAX_HEAD_BYTES
 from vllm_kvtier.proxy.engines.engine_http import EngineHttp
 from vllm_kvtier.proxy.messages.buffers import Held
 from vllm_kvtier.proxy.messages.request_bodies import ClientRequest
+from vllm_kvtier.proxy.routes.connections import MAX_HEAD_BYTES
 from vllm_kvtier.scheduler.matching.transfer_params import Hints, read
 
 REPORT = {"X-KVTier-Report": "1"}

@@ -15,9 +15,9 @@ from vllm_kvtier.logs import get_logger
 from vllm_kvtier.proxy import logs
 from vllm_kvtier.proxy.app import ProxyApp, create_app
 from vllm_kvtier.proxy.config_file import Settings
-from vllm_kvtier.proxy.connections import BoundedProtocol
 from vllm_kvtier.proxy.core import check_secrets
 from vllm_kvtier.proxy.reloading import Reloader
+from vllm_kvtier.proxy.routes.connections import BoundedProtocol
 
 logger = get_logger(__name__)
 
