@@ -1,5 +1,6 @@
 """TLS on both sides of the proxy."""
 
+import os
 import ssl
 
 import httpx
@@ -56,6 +57,13 @@ async def test_proxy_tls_reload_uses_renewed_certificates(tmp_path):
         assert (await c.chat("u1")).status_code == 503
         (tmp_path / "trusted.pem").write_bytes(open(authority.ca_file, "rb").read())
         c.core.apply(config)
+        assert (await c.chat("u1")).status_code == 200
+        # What an operator has drained stays so.
+        await c.client.post("/kvtier/drain", json={"engine": c.d[0].url})
+        os.utime(tmp_path / "trusted.pem", (1, 1))
+        c.core.apply(config)
+        assert (await c.chat("u1")).status_code == 503 and len(c.d[0].seen) == 1
+        await c.client.post("/kvtier/resume", json={"engine": c.d[0].url})
         assert (await c.chat("u1")).status_code == 200
 
 

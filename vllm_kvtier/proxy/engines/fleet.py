@@ -83,7 +83,8 @@ class Fleet:
                 # Reads the files that `apply` reads again, so that `apply` does not fail half way.
                 Engine(role, -1, address, config)
             else:
-                engine = Engine(role, self._next_index[role], address, config)
+                before, engine = engine, Engine(role, self._next_index[role], address, config)
+                engine.drained = before is not None and before.drained  # with other certificates it is the same engine
                 self._next_index[role] += 1
             wanted[engine] = address
         return wanted
