@@ -580,6 +580,21 @@ async def test_connections_without_request_are_ended(first, begin):
         assert (await held).status_code == 200
 
 
+async def test_client_that_leaves_a_pipelined_request_is_noticed():
+    async with Cluster(p=0) as c:
+        c.d[0].hold = asyncio.Event()
+        _, writer = await asyncio.open_connection("127.0.0.1", int(c.url.rpartition(":")[2]))
+        body = json.dumps(turn("a")).encode()
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(body)
+        writer.write(head + body + b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+        await c.d[0].until_seen(1)
+        assert c.core.decode[0].outstanding == 1
+        writer.transport.abort()
+        with anyio.fail_after(20):
+            await c.d[0].seen[0].aborted.wait()
+        await c.until(lambda: c.core.decode[0].outstanding == 0)
+
+
 async def test_proxy_command_starts_and_serves():
     """It serves; and an impossible option ends it with one sentence."""
     async with Cluster() as c:

@@ -23,11 +23,15 @@ class BoundedProtocol(_Base):
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._head_bytes = 0  # since the last head ended, or the last piece of a body
+        self._cycles: list[Any] = []  # requests whose answers have not ended
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._watcher.cancel()
         super().connection_lost(exc)
+        for cycle in self._unanswered():  # uvicorn lets the last one know only
+            cycle.disconnected = True
+            cycle.message_event.set()
 
     def data_received(self, data: bytes) -> None:
         self._head_bytes += len(data)
@@ -41,10 +45,14 @@ class BoundedProtocol(_Base):
     def on_headers_complete(self) -> None:
         self._head_bytes = 0
         super().on_headers_complete()
+        self._cycles = [*self._unanswered(), self.cycle]
 
     def on_body(self, body: bytes) -> None:
         self._head_bytes = 0
         super().on_body(body)
+
+    def _unanswered(self) -> list[Any]:
+        return [cycle for cycle in self._cycles if cycle is not None and not cycle.response_complete]
 
     def _request(self) -> object:
         """_BUSY while one is served; else the last one, if any."""
