@@ -306,12 +306,12 @@ class World:
         assert {o.lease for o in host if o.session == self.client.session and self.client.connected} == self.client.held
         assert {o.lease for o in peers} == self.peers.held
         loads = [
-            (t.hit.source.cost_key, t.hit.nbytes)
+            (t.hit.source.timed_as(t.hit), t.hit.nbytes)
             for t in tracked
-            if t.life.state in busy[1:] and t.hit.source.cost_key and not isinstance(t.job, FailedJob)
+            if t.life.state in busy[1:] and t.hit.source.timed_as(t.hit) and not isinstance(t.job, FailedJob)
         ]
-        failed = [t.planned_for for t in tracked if t.planned_for is not None and isinstance(t.job, FailedJob)]
-        loads += [(hit.source.cost_key, hit.nbytes) for hit in failed]
+        failed = [t.under_way for t in tracked if t.under_way is not None and isinstance(t.job, FailedJob)]
+        loads += [(load.cost_key, load.nbytes) for load in failed]
         assert sorted(loads) == sorted(self.planner.open)
         loading = {t.request.request_id for t in tracked if t.life.state in (State.LOADING, State.ABANDONED)}
         assert set(self.matcher._loading_hashes.values()) <= loading

@@ -214,7 +214,9 @@ class KVTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         _doc(
             "Maximum expected duration, in ms, of a synchronous load. With no other request running, the step waits "
             "for the load. With others running, the load must also be shorter than a quarter of a decode step or 2 ms, "
-            "whichever is longer, and no request may be waiting. 0 disables.",
+            "whichever is longer, and no request may be waiting. Loads from the node store, copies from GPUs of this "
+            "node, and hand-offs and conversations that are read from mapped memory (`same_node_pulls`) can be "
+            "synchronous. 0 disables.",
             ge=0,
         ),
     ] = 100.0

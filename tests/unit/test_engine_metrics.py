@@ -268,6 +268,7 @@ def test_load_time_for_planner_excludes_wait_for_steps(prompts):
         life=life,
         hit=hit,
         plan=plan,
+        under_way=None,
         num_external_tokens=16,
         others_running=True,
         synchronous=False,

@@ -856,6 +856,9 @@ def test_lease_client_path_of_a_pull(make, option, paths, prefer, wanted):
     if not asker.near:  # a hand-off's connection
         early = DIRECT in paths and not (option == "mapped" and MAPPED in paths)
         assert (asker.peers.known(source.address, "source/1") is not None) == early
+        again = asker.peers.ask(source.address, start=0, block_hashes=BLOCK_HASHES, lora_fingerprint=b"")
+        assert again.on_this_node == (MAPPED in paths), "its answers come soon"
+        asker.peers.cancel(again)
     asker.peers.release(got, done=True)
 
 

@@ -294,15 +294,6 @@ def test_sync_load_without_verification_result_is_bad(engine, monkeypatch, caplo
     assert (result.request_id, result.bad_blocks) == ("r", {11, 12, 13, 14}) and "never verified" in caplog.text
 
 
-def test_sync_load_of_whole_blocks_counts_last_token(engine):
-    sync_load, t = make(engine), tracked(tokens=16)
-    ordered(sync_load, t)
-    assert t.num_external_tokens == 16
-    t.num_external_tokens = 15  # what vLLM could take
-    sync_load.begin(t, t.job)
-    assert t.num_external_tokens == 16
-
-
 def test_sync_load_blocks_are_not_stored_before_verification(bare):  # noqa: F811
     """And the step's time does not say how long computing takes."""
     half, seen = bare, {}

@@ -13,7 +13,7 @@ from vllm_kvtier.jobs.results import ABORTED, Result
 from vllm_kvtier.scheduler.context import LoadContext
 from vllm_kvtier.scheduler.matching.request_lifecycle import State
 from vllm_kvtier.scheduler.matching.request_matcher import RequestMatcher
-from vllm_kvtier.scheduler.matching.request_state import RequestState
+from vllm_kvtier.scheduler.matching.request_state import LoadUnderWay, RequestState
 from vllm_kvtier.scheduler.planner.step_timer import StepTimer
 
 # By the kind of a result: the names of its counters, and the label of its corrupt blocks.
@@ -126,6 +126,8 @@ class LoadResults:
     def _succeeded(self, state: RequestState, ended: EndedLoad | None) -> None:
         hit = state.taken_hit
         hit.source.on_loaded(state)
+        if ended is not None and state.under_way is not None and state.under_way.expected is not None:
+            self._learn_duration(state, ended, state.under_way)
         if ended is None or state.plan is None or not hit.source.cost_key:
             return
         # Without the time that it waited for other requests' steps.
@@ -142,6 +144,12 @@ class LoadResults:
         self._counters.count("load_decision_seconds", "expected", expected)
         self._counters.count("load_decision_seconds", "actual", seconds)
         self._count_stages(state, ended.seconds)
+
+    def _learn_duration(self, state: RequestState, ended: EndedLoad, load: LoadUnderWay) -> None:
+        """Of a load that was not planned. With a synchronous one the launch of the forward counts: an upper bound."""
+        assert load.expected is not None
+        if ended.seconds < load.expected or (ended.exact and not state.synchronous):
+            self._planner.observe_load(load.cost_key, load.nbytes, 0, ended.seconds)
 
     def _count_stages(self, state: RequestState, seconds: float) -> None:
         """Count a hit's stages, until its request could be scheduled or, with a synchronous load, was verified."""

@@ -85,22 +85,27 @@ class SyncLoad:
         """The workers have mapped this peer's memory: the next peer fetch begins at once."""
         self._mapped.add(instance)
 
+    def is_mapped(self, instance: str) -> bool:
+        return instance in self._mapped
+
     def is_eligible(self, state: RequestState, computed: int, tracked: int) -> bool:
         """Whether ``state.hit`` may be loaded synchronously. ``tracked``: number of requests that the matcher knows."""
         hit = state.hit
-        if not self.possible or hit is None or not hit.source.cost_key:
+        if not self.possible or hit is None:
             return False
-        if not hit.source.supports_sync_load(hit) or state.request.num_tokens - 1 <= computed:
+        cost_key = hit.source.timed_as(hit)
+        if not cost_key or not hit.source.supports_sync_load(hit) or state.request.num_tokens - 1 <= computed:
             return False
         # vLLM itself rolls back tokens of a session that goes on with more input.
         if getattr(state.request, "resumable", False) or not rollback.serves(self._scheduler(), self._connector):
             return False
-        if self._is_backing_off(hit.source.cost_key):
+        if self._is_backing_off(cost_key):
             return False
+        nbytes = hit.bytes_from(computed)
         if tracked == 1 and rollback.alone(self._scheduler()):
-            return self._planner.load_seconds(hit.source.cost_key, hit.nbytes) <= self._seconds
+            return self._planner.load_seconds(cost_key, nbytes) <= self._seconds
         instance = hit.instance if hit.mapped else ""
-        if self.short_load_seconds(hit.source.cost_key, hit.nbytes, instance) is None:
+        if self.short_load_seconds(cost_key, nbytes, instance) is None:
             return False
         return not rollback.others_wait(self._scheduler(), state.request)
 
@@ -127,9 +132,6 @@ class SyncLoad:
         """Blocks are allocated; the step that is being scheduled has the load's job."""
         self._free_pins()  # of the same request, if this raised before
         job.synchronous, job.timeout = True, min(job.timeout, MAX_SYNC_LOAD_SECONDS)
-        end = state.num_computed_tokens + state.num_external_tokens
-        if end == state.request.num_tokens - 1 < state.taken_hit.tokens:
-            state.num_external_tokens += 1  # loaded with its block, which vLLM is not aware of
         self._unverified, self._job, self._until = state, job, time.monotonic() + self._timeout + RESULT_GRACE_SECONDS
         # vLLM goes by their ids when some are reported bad, and the request may lose them before: it may be aborted,
         # and others may get its blocks.
@@ -194,10 +196,11 @@ class SyncLoad:
         from this source for ``BACKOFF_SECONDS``: other requests waited for it too."""
         self._mapped.discard(hit.instance)  # an asynchronous load finds out whether it can still be mapped
         if seconds >= job.timeout:
-            self._backoff_until[hit.source.cost_key] = time.monotonic() + BACKOFF_SECONDS
+            cost_key = hit.source.timed_as(hit)
+            self._backoff_until[cost_key] = time.monotonic() + BACKOFF_SECONDS
             logger.warning(
                 "kvtier: sync load: a load took more than %g s; for %g s loads are asynchronous (source: %s)",
-                job.timeout, BACKOFF_SECONDS, hit.source.cost_key,
+                job.timeout, BACKOFF_SECONDS, cost_key,
             )  # fmt: skip
 
     def _evict_unverified(self, state: RequestState, job: SyncJob, bad: set[int]) -> None:

@@ -104,6 +104,9 @@ class LeaseClient(LeaseConnections[_Connection]):
         request = m.LeaseRequest(lookup_id=next(self._lookup_ids), instance="", **fields)
         deadline = time.monotonic() + min(timeout, self._config.lookup_timeout)
         pending = PendingLease(address, request, deadline, same_node_instance, prefer_mapped, rehash)
+        connection = self._connections.get(address)
+        reach = connection.reach if connection is not None else None
+        pending.on_this_node = reach is not None and ReadPath.MAPPED in reach.paths
         self._reactor.call_soon(lambda: self._begin(pending))
         return pending
 

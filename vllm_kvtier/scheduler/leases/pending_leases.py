@@ -48,6 +48,7 @@ class PendingLease:
     same_node_instance: str = ""  # the instance, if it should be on this node
     prefer_mapped: bool = False
     rehash: Rehash | None = None
+    on_this_node: bool = False  # an engine that we shook hands with before, on this node
     path: ReadPath = ReadPath.DIRECT  # once it is sent
     outcome: LeasedBlocks | LookupMiss | None = None
     cancelled: bool = False

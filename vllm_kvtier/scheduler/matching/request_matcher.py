@@ -14,7 +14,7 @@ from vllm_kvtier.jobs.transfer_jobs import MAX_PEERS_REMEMBERED, FailedJob
 from vllm_kvtier.scheduler.context import LoadContext
 from vllm_kvtier.scheduler.integrity.sync_load import SyncJob
 from vllm_kvtier.scheduler.matching.request_lifecycle import Event, RequestLifecycle, State
-from vllm_kvtier.scheduler.matching.request_state import RequestState
+from vllm_kvtier.scheduler.matching.request_state import LoadUnderWay, RequestState
 from vllm_kvtier.scheduler.matching.source_selector import SourceSelector
 from vllm_kvtier.scheduler.matching.transfer_params import read
 from vllm_kvtier.scheduler.planner.load_or_recompute import LoadOrRecompute
@@ -237,11 +237,11 @@ class RequestMatcher:
         state.life.fire(Event.ALLOCATE_SYNC if state.synchronous else Event.ALLOCATE)
         state.allocated_at, hit = time.monotonic(), state.taken_hit
         tokens = state.num_computed_tokens + external
+        if state.synchronous and tokens == request.num_tokens - 1 < hit.tokens:
+            tokens += 1  # loaded with its block, which vLLM is not aware of
         job = self._build_job(state, block_ids, tokens)
-        if hit.source.cost_key:
-            self._planner.started(hit.source.cost_key, hit.nbytes)
-            state.planned_for = hit
-        state.num_external_tokens = external
+        self._start_timing(state)
+        state.num_external_tokens = tokens - state.num_computed_tokens
         self._jobs.append(job)
         state.entries = job_builder.unchanged(state, state.entries, self._geometry, block_ids, tokens)
         if state.synchronous:
@@ -251,6 +251,19 @@ class RequestMatcher:
         first = state.num_computed_tokens // hash_block_size
         state.loading_hashes = vr.block_hashes(request, tokens, hash_block_size)[first:]
         self._loading_hashes.update(dict.fromkeys(state.loading_hashes, request.request_id))
+
+    def _start_timing(self, state: RequestState) -> None:
+        """The load counts as under way for the planner."""
+        hit = state.taken_hit
+        cost_key, planned = hit.source.timed_as(hit), bool(hit.source.cost_key)
+        if not cost_key:
+            return
+        nbytes, expected = hit.nbytes if planned else hit.bytes_from(state.num_computed_tokens), None
+        # Not of a load that waits for others, or that maps its source's memory before.
+        if not planned and not self._planner.loading(cost_key) and self._sync_load.is_mapped(hit.instance):
+            expected = self._planner.load_seconds(cost_key, nbytes)
+        self._planner.started(cost_key, nbytes)
+        state.under_way = LoadUnderWay(cost_key, nbytes, expected)
 
     def _build_job(self, state: RequestState, block_ids: BlockIds, tokens: int) -> Job | FailedJob:
         """The job for ``state.hit``; its blocks get new content."""
@@ -301,11 +314,11 @@ class RequestMatcher:
         steps: list[Callable[[], object]] = []
         if ended or before in (State.NEW, State.LOOKUP, State.HIT):
             steps = self._source_selector.release_steps(request_id, state)
-            if state.planned_for is not None:
-                steps.append(partial(self._planner.ended, state.planned_for.source.cost_key, state.planned_for.nbytes))
+            if state.under_way is not None:
+                steps.append(partial(self._planner.ended, state.under_way.cost_key, state.under_way.nbytes))
             self._loading_hashes = {h: loading for h, loading in self._loading_hashes.items() if loading != request_id}
             state.num_external_tokens, state.synchronous = 0, False
-            state.plan, state.planned_for, state.job = None, None, None
+            state.plan, state.under_way, state.job = None, None, None
             state.candidates, state.loading_hashes, state.entries, state.positions = deque(), [], [], {}
             state.life.state = State.LOCAL
         if gone or before in (State.ABANDONED, State.GONE):
@@ -356,9 +369,9 @@ class RequestMatcher:
             if self._loading_hashes.get(block_hash) == request_id:
                 del self._loading_hashes[block_hash]
         state.loading_hashes = []
-        if state.planned_for is not None:
-            self._planner.ended(state.planned_for.source.cost_key, state.planned_for.nbytes)
-            state.planned_for = None
+        if state.under_way is not None:
+            self._planner.ended(state.under_way.cost_key, state.under_way.nbytes)
+            state.under_way = None
         self._source_selector.advance(state, Event.LOAD_FAILED if failed else Event.LOAD_DONE)
         if failed:
             state.num_external_tokens, state.miss_reason = 0, f"load_failed_{state.source_name}"

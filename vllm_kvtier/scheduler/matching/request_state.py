@@ -2,7 +2,7 @@
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,6 +21,15 @@ def lora_fingerprint_of(request: Any) -> bytes:
     found = vr.lora_fingerprint(request)
     assert found is not None, "the request is private"
     return found
+
+
+class LoadUnderWay(NamedTuple):
+    """What the planner counts as under way. ``expected``: seconds, if the source is not planned and its load's duration
+    is to be learned."""
+
+    cost_key: str
+    nbytes: int
+    expected: float | None
 
 
 @dataclass
@@ -51,7 +60,7 @@ class RequestState:
     waits_for: str = ""  # request that loads what this one needs
     others_running: bool = False  # other requests were in the engine when it was last decided whether to load
     synchronous: bool = False  # the step that it is given blocks in is to wait for its load
-    planned_for: LookupHit | None = None  # its bytes count as under way for the planner
+    under_way: LoadUnderWay | None = None  # for the planner
     plan: LoadDecision | None = None
     planned: tuple[int, int] = (0, 0)  # the tokens it was made for
     loading_hashes: list[bytes] = field(default_factory=list)  # block hashes being loaded

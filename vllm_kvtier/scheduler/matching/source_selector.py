@@ -80,10 +80,11 @@ class SourceSelector:
                 continue
             state.candidate, state.waits_since, state.asked_at = candidate, 0.0, time.monotonic()
             state.life.fire(Event.LOOKUP)
-            self.wait_briefly(state, alone)
             early = candidate.source.early_hit(state)
             if early is not None:  # the lookup stays under way
                 self._take(state, early)
+            else:
+                self.wait_briefly(state, alone)
             return True
         if state.held is not None:
             state.hit, state.hit_at, state.held = state.held, time.monotonic(), None
@@ -97,7 +98,7 @@ class SourceSelector:
 
     def wait_briefly(self, state: RequestState, alone: bool) -> None:
         """Wait for an answer, if one is expected soon."""
-        if state.pending is None or not state.pending.source.answers_soon:
+        if state.pending is None or not state.pending.source.answers_at_once(state.pending):
             return
         if alone:
             state.pending.wait(SHORT_WAIT)

@@ -114,6 +114,7 @@ class LookupHit:
     ranks: list[m.RankInfo] | None = field(default=None, kw_only=True)  # workers need them to reach the engine
     path: ReadPath = field(default=ReadPath.DIRECT, kw_only=True)  # how our ranks read the engine
     same_layout: bool = field(default=True, kw_only=True)  # rank for rank, the engine's pages are as ours
+    grows: bool = field(default=False, kw_only=True)  # a prefill that goes on: its later blocks are not leased yet
     hash_block_size: int = field(default=0, kw_only=True)  # of the engine; 0: as ours
     block_tokens: tuple[int, ...] = field(default=(), kw_only=True)  # of its blocks, by group; (): as ours
     # of stores
@@ -127,6 +128,10 @@ class LookupHit:
     def block_sizes(self, groups: Sequence[CacheGroup]) -> tuple[int, ...]:
         """Tokens of its blocks, by group; ``groups``: ours."""
         return self.block_tokens or tuple(size for size, _ in groups)
+
+    def bytes_from(self, start: int) -> int:
+        """What one rank transfers of it from token ``start`` on."""
+        return self.nbytes * max(0, self.tokens - max(start, self.start)) // max(1, self.tokens - self.start)
 
     @property
     def mapped(self) -> bool:
@@ -242,6 +247,10 @@ class KVSource(ABC):
     def read_answer(self, pending: PendingLookup) -> LookupHit | LookupMiss:
         """The client's answer as a result. What the answer leased and the result does not hold is released here."""
 
+    def answers_at_once(self, pending: PendingLookup) -> bool:
+        """Whether the answer is expected within milliseconds."""
+        return self.answers_soon
+
     def early_hit(self, state: RequestState) -> LookupHit | None:
         """A hit that can be read while ``state.pending`` has no answer yet."""
         return None
@@ -270,6 +279,11 @@ class KVSource(ABC):
     def supports_sync_load(self, hit: LookupHit) -> bool:
         """Whether a step can wait for the load on the device."""
         return False
+
+    def timed_as(self, hit: LookupHit) -> str:
+        """The cost key by which the planner knows how long the load takes, also if it does not decide about it; "":
+        not known."""
+        return self.cost_key
 
     @abstractmethod
     def build_job(self, state: RequestState, block_ids: BlockIds, tokens: int) -> Job | FailedJob:

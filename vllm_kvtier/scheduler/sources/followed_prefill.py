@@ -163,7 +163,11 @@ class FollowedPrefillSource(PrefillHandoffSource):
             self, leased.instance, leased.lease, pending.start, leased.tokens if leased.final else pending.max_tokens,
             leased.blocks, address=leased.address, ranks=leased.ranks, path=leased.path,
             same_layout=leased.same_layout, hash_block_size=leased.hash_block_size, block_tokens=leased.block_tokens,
+            nbytes=leased.nbytes, grows=not leased.final,
         )  # fmt: skip
+
+    def answers_at_once(self, pending: PendingLookup) -> bool:
+        return False  # after a prefill, or a part of it
 
     def early_hit(self, state: RequestState) -> LookupHit | None:
         return None
@@ -194,7 +198,7 @@ class FollowedPrefillSource(PrefillHandoffSource):
             for ids, (size, _) in zip(block_ids, self._geometry.groups, strict=True)
             for block in ids[start // size :]
         )
-        state.entries, state.positions = [], {}
+        state.entries, state.positions = [], job_builder.positions(self._geometry, block_ids, start, tokens)
         job = self._next_job(f)
         assert job is not None, "there is a grant"
         self._following[state.request.request_id] = f

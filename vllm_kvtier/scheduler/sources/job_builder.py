@@ -146,18 +146,26 @@ def peer_fetch_job(
     return PeerFetchJob(state.request.request_id, state.hit.instance, fetches, timeout)
 
 
+def positions(
+    geometry: BlockGeometry, block_ids: BlockIds, start: int, tokens: int
+) -> dict[int, np.ndarray]:
+    """By group, the numbers in the prompt of the blocks that vLLM gave for tokens [start, tokens)."""
+    return {
+        g: start // size + np.flatnonzero(np.array(block_ids[g][start // size : -(-tokens // size)], np.int64))
+        for g, (size, _) in enumerate(geometry.groups)
+    }
+
+
 def failed_job(
     state: RequestState, geometry: BlockGeometry, block_ids: BlockIds, tokens: int, start: int = -1, reason: str = ""
 ) -> FailedJob:
     """For a load whose job could not be built, or whose rest does not come: vLLM's blocks of tokens [start, tokens);
     -1: from state.num_computed_tokens on."""
-    state.positions, failed = {}, []
-    start = state.num_computed_tokens if start < 0 else start
-    for g, (size, _) in enumerate(geometry.groups):
-        blocks = np.array(block_ids[g][start // size : -(-tokens // size)], np.int64)
-        rows = np.flatnonzero(blocks)
-        state.positions[g] = start // size + rows
-        failed.append(GroupLoad(g, blocks[rows], np.zeros(len(rows), np.uint64), np.zeros(len(rows), np.int64)))
+    start, failed = state.num_computed_tokens if start < 0 else start, []
+    state.positions = positions(geometry, block_ids, start, tokens)
+    for g, rows in state.positions.items():
+        blocks = np.array(block_ids[g], np.int64)[rows]
+        failed.append(GroupLoad(g, blocks, np.zeros(len(rows), np.uint64), np.zeros(len(rows), np.int64)))
     return FailedJob(state.request.request_id, failed, state.synchronous, reason=reason)
 
 

@@ -17,7 +17,7 @@ from vllm_kvtier.scheduler.sources.base import (
     PendingLookup,
     RequestState,
 )
-from vllm_kvtier.scheduler.sources.peer_lease import PeerLeaseSource
+from vllm_kvtier.scheduler.sources.peer_lease import PEER_GPU, PeerLeaseSource
 
 # Seconds that a request may wait for blocks that a peer computes, while the cost of computing is not known.
 UNKNOWN_COST_WAIT = 0.25
@@ -36,7 +36,7 @@ class PeerGpuSource(PeerLeaseSource):
     The ranks copy from the peer's mapped memory. A peer whose memory cannot be mapped is read by NIXL.
     """
 
-    name = cost_key = "peer_gpu"
+    name = cost_key = PEER_GPU
     stage_metric = "peer_hit_seconds"
     answers_soon = True
     others_may_have_it = True
@@ -150,6 +150,9 @@ class PeerGpuSource(PeerLeaseSource):
     def supports_sync_load(self, hit: LookupHit) -> bool:
         return hit.mapped
 
+    def timed_as(self, hit: LookupHit) -> str:
+        return self.cost_key
+
     def build_job(self, state: RequestState, block_ids: BlockIds, tokens: int) -> Job | FailedJob:
         if not state.hit.mapped:
             return super().build_job(state, block_ids, tokens)
@@ -158,8 +161,7 @@ class PeerGpuSource(PeerLeaseSource):
 
     def on_loaded(self, state: RequestState) -> None:
         self._counters.count("fetched_tokens", "", state.num_external_tokens)
-        if state.hit.mapped:
-            self._context.sync_load.mapped(state.hit.instance)
+        self._remember_mapped(state.hit)
 
     def on_load_failed(self, state: RequestState, result: Result) -> None:
         instance = state.hit.instance

@@ -26,6 +26,8 @@ from vllm_kvtier.scheduler.sources.base import (
 )
 from vllm_kvtier.vllm_compat import requests as vr
 
+PEER_GPU = "peer_gpu"  # cost key of copies from other engines' mapped memory
+
 # Of a prompt, in blocks of another engine: half of what a message may have, because the reactor does nothing else
 # meanwhile. 2.4 microseconds each (sha256_cbor, blocks of 16 tokens), 0.16 s.
 MAX_OTHER_HASHES = 1 << 16
@@ -126,16 +128,37 @@ class PeerLeaseSource(KVSource):
     def beats(self, state: RequestState, hit: LookupHit, held: LookupHit) -> bool:
         return hit.tokens >= held.tokens + max(1, self._config.pull_threshold)
 
+    def supports_sync_load(self, hit: LookupHit) -> bool:
+        """A load that others do not wait for finds out whether the engine's memory can be mapped."""
+        sizes = tuple(size for size, _ in self._geometry.groups)
+        whole = not hit.grows and tuple(hit.block_sizes(self._geometry.groups)) == sizes
+        return whole and hit.mapped and self._context.sync_load.is_mapped(hit.instance)
+
+    def timed_as(self, hit: LookupHit) -> str:
+        """All copies from mapped memory are the same work. A load that grows waits for its prefill most of the time, and
+        counts only if it has to map the engine's memory, which no step should wait for."""
+        waits = hit.grows and self._context.sync_load.is_mapped(hit.instance)
+        return PEER_GPU if hit.mapped and not waits else ""
+
+    def answers_at_once(self, pending: PendingLookup) -> bool:
+        return self.answers_soon or pending.answer.on_this_node
+
     def build_job(self, state: RequestState, block_ids: BlockIds, tokens: int) -> Job | FailedJob:
         keys = self._engine.identity.content_keys_of(state.hit.hash_block_size)
         timeout = self._config.transfer_timeout
         job = job_builder.pull_job(state, self._geometry, keys, block_ids, tokens, timeout)
-        if state.hit.mapped:
-            return PeerFetchJob(job.request_id, job.instance, job.groups, timeout)
-        return job
+        if not state.hit.mapped:
+            return job
+        state.positions = job_builder.positions(self._geometry, block_ids, state.num_computed_tokens, tokens)
+        return PeerFetchJob(job.request_id, job.instance, job.groups, timeout)
 
     def on_loaded(self, state: RequestState) -> None:
         self._counters.count("pulled_tokens", self.name, state.num_external_tokens)
+        self._remember_mapped(state.hit)
+
+    def _remember_mapped(self, hit: LookupHit) -> None:
+        if hit.mapped:
+            self._context.sync_load.mapped(hit.instance)
 
     def on_load_failed(self, state: RequestState, result: Result) -> None:
         if state.hit.mapped and getattr(result, "unmappable", ""):
