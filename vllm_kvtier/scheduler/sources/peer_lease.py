@@ -135,8 +135,8 @@ class PeerLeaseSource(KVSource):
         return whole and hit.mapped and self._context.sync_load.is_mapped(hit.instance)
 
     def timed_as(self, hit: LookupHit) -> str:
-        """All copies from mapped memory are the same work. A load that grows waits for its prefill most of the time, and
-        counts only if it has to map the engine's memory, which no step should wait for."""
+        """All copies from mapped memory are the same work. A load that grows mostly waits for its prefill, and counts
+        only if it has to map the engine's memory, which no step should wait for."""
         waits = hit.grows and self._context.sync_load.is_mapped(hit.instance)
         return PEER_GPU if hit.mapped and not waits else ""
 
