@@ -13,6 +13,7 @@ import uvicorn
 
 from vllm_kvtier.proxy.app import create_app
 from vllm_kvtier.proxy.config import EngineAddress, ProxyConfig
+from vllm_kvtier.proxy.routes.connections import BoundedProtocol
 
 
 def main() -> None:
@@ -27,7 +28,7 @@ def main() -> None:
         prefill=(EngineAddress.parse(options.prefill),),
         decode=(EngineAddress.parse(options.decode),),
     )
-    uvicorn.run(create_app(config), host=options.host, port=options.port, access_log=False)
+    uvicorn.run(create_app(config), http=BoundedProtocol, host=options.host, port=options.port, access_log=False)
 
 
 if __name__ == "__main__":
