@@ -6,6 +6,7 @@ import json
 import pytest
 from proxy_fakes import Cluster, events, text_of
 
+from vllm_kvtier.proxy.engines.engine import Engine
 from vllm_kvtier.proxy.messages.buffers import Held
 
 GENERATE = "/inference/v1/generate"
@@ -225,6 +226,24 @@ async def test_passthrough_invalid_body_reaches_no_engine(path, body):
     async with Cluster() as c:
         reply = await c.client.post(path, content=body, headers={"content-type": "application/json"})
         assert reply.status_code == 400 and not c.d[0].passed
+
+
+@pytest.mark.parametrize(
+    ("path", "option"), [("/v1/models", "probe_timeout"), ("/v1/responses/resp_1?stream=true", "first_byte_timeout")]
+)
+async def test_stored_response_may_begin_late(path, option, monkeypatch):
+    """An engine that takes longer than a timeout is taken for unavailable."""
+    given = []
+
+    async def ask(self, method, path, body, headers, timeout, **more):
+        given.append(timeout)
+        return await ask_engine(self, method, path, body, headers, timeout, **more)
+
+    async with Cluster() as c:
+        ask_engine = Engine.ask
+        monkeypatch.setattr(Engine, "ask", ask)
+        assert (await c.client.get(path)).status_code == 200
+        assert given == [getattr(c.core.config, option)]
 
 
 async def test_passthrough_stream_is_not_buffered():

@@ -217,7 +217,10 @@ class Passthrough(EngineRequest):
     async def _ask_one(self, engine: Engine, slot: EngineSlot, body: bytes | None) -> Answer:
         """Raises EngineFailure."""
         config, method, query = self._config, self._incoming.method, self._incoming.query
-        timeout = config.probe_timeout if method == "GET" else config.answer_timeout
+        timeout = config.answer_timeout
+        if method == "GET":
+            # A response that is still computed may be read as a stream, which begins with its first event.
+            timeout = config.probe_timeout if self._rule.role == "any" else config.first_byte_timeout
         path = f"{self._incoming.path}?{query}" if query else self._incoming.path
         reply = await engine.ask(method, path, body, self._headers, timeout, repeatable=self._idempotent)
         answer = None
