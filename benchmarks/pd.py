@@ -23,6 +23,9 @@ Also the rate at which the workers read (kvtier: its counters; NixlConnector: vL
     python benchmarks/pd.py ... --connectors kvtier-follow kvtier nixl --engine-args "--max-num-batched-tokens 2048"
     python benchmarks/pd.py ... --gpus 0 0 1      # the decode engine has two ranks, one beside the prefill engine
 
+Models with recurrent states keep the state behind a prompt's last token; several such runs may share the devices
+(--device-lock FILE). A connector whose engines do not start is left out.
+
 Beside the package of another commit: --connectors kvtier kvtier:before --trees '{"before": "/tmp/before"}'.
 """
 
@@ -36,16 +39,16 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
-from tiers import bytes_per_token, other_tree, prepare
+from tiers import bytes_per_token, other_tree, prepare, turns
 
 from vllm_kvtier.devtools.engines import Engine, kvtier
-from vllm_kvtier.devtools.processes import free_port, start_all
+from vllm_kvtier.devtools.processes import ServiceFailed, free_port, kill_all
 
 NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
 NAMES = ("prefill", "after", "pulled", "hit", "computed", "beyond")
@@ -186,8 +189,23 @@ def pair(connector: str, args: argparse.Namespace, model: Path) -> tuple[Engine,
     return engines[0], engines[1]
 
 
-def run(args: argparse.Namespace, model: Path) -> list[dict]:
-    """Run all connectors' engines at once, alternating prompt by prompt, so that noise affects them alike."""
+def up(pairs: Mapping[str, tuple[Engine, Engine]]) -> dict[str, tuple[Side, Side]]:
+    """Those that came up."""
+    sides = {}
+    for key, both in pairs.items():
+        try:
+            for engine in both:
+                engine.wait_ready()
+            sides[key] = Side(both[0]), Side(both[1])
+        except ServiceFailed as error:
+            print(f"LEFT OUT: {key}: {error}", flush=True)
+            kill_all(both)
+    return sides
+
+
+def run(args: argparse.Namespace, model: Path, measures: Callable[[], None]) -> list[dict]:
+    """Run all connectors' engines at once, alternating prompt by prompt, so that noise affects them alike.
+    ``measures`` waits until nothing else does."""
     keys = list(dict.fromkeys(connector.removesuffix(FOLLOW) for connector in args.connectors))
     pairs = {key: pair(key, args, model) for key in keys}
     engines = [engine for both in pairs.values() for engine in both]
@@ -198,20 +216,23 @@ def run(args: argparse.Namespace, model: Path) -> list[dict]:
 
     rows = []
     try:
-        start_all(engines)
-        sides = {key: (Side(p), Side(d)) for key, (p, d) in pairs.items()}
+        for engine in engines:
+            engine.start()
+        sides = up(pairs)
+        connectors = [each for each in args.connectors if each.removesuffix(FOLLOW) in sides]
+        measures()
         for at, length in enumerate(args.lengths):
             repeats = args.repeats[min(at, len(args.repeats) - 1)]
             warm_up = 2 if at == 0 else 1
-            taken: dict[str, list[Taken]] = {connector: [] for connector in args.connectors}
+            taken: dict[str, list[Taken]] = {connector: [] for connector in connectors}
             for i in range(repeats + warm_up):
-                for connector in args.connectors:
+                for connector in connectors:
                     p, d = sides[connector.removesuffix(FOLLOW)]
                     other = prompt(length) if length <= args.computed else None
                     values = one(p, d, connector.endswith(FOLLOW), prompt(length), other)
                     if i >= warm_up:
                         taken[connector].append(values)
-            for connector in args.connectors:
+            for connector in connectors:
                 rows.append(summary(connector, length, taken[connector]))
                 print(json.dumps(rows[-1]), flush=True)
             if args.out:  # after each length, so that a crash leaves what there is
@@ -252,6 +273,7 @@ def main() -> None:
     parser.add_argument("--engine-args", type=shlex.split, default=[], metavar="FLAGS", help="more flags, as one word")
     parser.add_argument("--vocab", type=int, default=0, help="token ids are drawn below this (default: the model's)")
     parser.add_argument("--ready", type=float, default=300, help="seconds an engine may take to start")
+    parser.add_argument("--device-lock", type=Path, metavar="FILE", help="of all runs that share the devices")
     parser.add_argument("--python", default=sys.executable)
     parser.add_argument("--logs", default=tempfile.mkdtemp(prefix="kvtier-bench-"))
     parser.add_argument("--out", type=Path)
@@ -262,7 +284,10 @@ def main() -> None:
         config["num_hidden_layers"] = args.layers
         (model / "config.json").write_text(json.dumps(config))
     args.vocab = args.vocab or config["vocab_size"]
-    rows = run(args, model)
+    with turns(args.device_lock) as measures:
+        rows = run(args, model, measures)
+    if not rows:
+        raise SystemExit("no engine came up")
     columns = list(rows[0])
     print(" ".join(f"{c:>10}" for c in columns))
     for row in rows:
