@@ -67,6 +67,8 @@ if __name__ == "__main__":
     main()
 """
 ONE_PROCESS = "--distributed-executor-backend uni"  # with one rank
+# Several merge their metrics, if nothing imported prometheus_client before; the process that is forked has.
+ONE_API_SERVER = "--api-server-count 1"
 SECONDS = 90.0  # for output to be as the page says
 NUMBER_BYTES = re.compile(r"(?<![\w\"=])\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?(?![\w\"])")
 
@@ -140,7 +142,7 @@ class Place:
             for address, here in zip(("10.0.0.1", "10.0.0.2"), self._pair.addresses, strict=True):
                 text = text.replace(address, here)
         text = text.replace("/nvme/kvtier", str(self.folder / "disk"))
-        one = "" if "--data-parallel-size" in text else ONE_PROCESS
+        one = ONE_API_SERVER if "--data-parallel-size" in text else ONE_PROCESS
         return text.replace("vllm serve MODEL", f"vllm serve {shlex.quote(str(self._model))} {FLAGS} {one}")
 
     def environment(self, text: str) -> dict[str, str]:
@@ -208,7 +210,8 @@ class Place:
 
     def play(self, page: str, forget: str = "true") -> list[str]:
         """All of a page's steps; what they printed. What is shown must be so for engines that know nothing yet: before
-        a step is tried again they forget, also (``forget``: true) what they have in the store."""
+        a step is tried again they forget, also what is in the store. ``forget``: true, they leave it; false, it is
+        emptied."""
         printed, starting, engines = [], [], []
         for step in steps_of(page):
             if not step.serves or " proxy " in step.text:  # which asks the engines at its start whether they are there
@@ -223,6 +226,8 @@ class Place:
     def _forget(self, engines: list[str], external: str) -> None:
         for url in engines:
             self.run(f"curl -sf -X POST '{url}/reset_prefix_cache?reset_external={external}'")
+        for runtime in self._runtimes if external == "false" else ():
+            store_in(runtime).clear()
 
     def _until_up(self, services: list[Service]) -> None:
         for service in services:  # they start side by side
