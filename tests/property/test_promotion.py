@@ -1,5 +1,6 @@
 """Promotions: in order, once, for every waiting request, whatever tiers and requests do meanwhile."""
 
+import math
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -135,7 +136,9 @@ class _Timer:
 
 
 class World:
-    def __init__(self, *tiers: FakeTier, pages: int = 64, groups=ONE, tenant_share: float = 1.0):
+    def __init__(
+        self, *tiers: FakeTier, pages: int = 64, groups=ONE, tenant_share: float = 1.0, in_flight: float = math.inf
+    ):
         self.clock = Clock()
         limits = IndexLimits(tenant_share=tenant_share)
         self.index = Index(SlotPool(pages + 1, pages + 1), None, lambda: self.clock.now, limits)
@@ -143,7 +146,9 @@ class World:
         self.groups = groups
         self.index.connect(ENGINE, HASH_BLOCK_SIZE, list(groups))
         self.tiers = tiers
-        self.promotion = Promotion(self.index, tiers, -1, self.clock.call_later, self.clock.read)
+        self.promotion = Promotion(
+            self.index, tiers, -1, self.clock.call_later, self.clock.read, in_flight_bytes=in_flight
+        )
 
     def want(self, block_hashes: bytes, start: int = 0, nodes=()) -> Want:
         return Want(
@@ -261,6 +266,38 @@ def test_promotions_of_a_hung_tier_end_and_hinder_no_others(monkeypatch):
     s3.asked = asked
     s3.answer()
     assert world.here(a) == 4 and world.quiet() and not any(world.promotion._left_bytes.values())
+
+
+def test_promotion_reads_of_a_tier_hold_bounded_memory():
+    disk, far = FakeTier("disk"), FakeTier("far")
+    world, order = World(disk, far, pages=200, in_flight=5 * 4096), []
+    wanted = [block_hashes_of(name, 10) for name in "abcdef"]
+    for block_hashes in wanted:
+        disk.num_hash_blocks[block_hashes[:HASH_BYTES]] = 10
+    far.num_hash_blocks[(other := block_hashes_of("x", 4))[:HASH_BYTES]] = 4
+    jobs = [world.ahead(block_hashes) for block_hashes in [*wanted, other]]
+    far.finish()  # its reads do not wait for the disk's
+    while disk.reads:
+        assert world.index.stats().reservations <= 8, "of the limit, and of a chunk beyond"
+        order.append(disk.reads[0][0][0].hash[:1])
+        disk.finish()
+    assert all(job.over for job in jobs) and world.quiet()
+    assert [world.here(block_hashes) for block_hashes in wanted] == [10] * 6
+    assert b"".join(order).startswith(b"aabcdef"), "in turn"
+
+
+def test_promotion_many_queued_reads_of_lost_blocks_end(monkeypatch):
+    """Each ends at once: in as many nested calls there would be no stack left."""
+    disk = FakeTier("disk")
+    world, jobs = World(disk, pages=1000, in_flight=4096), []
+    for number in range(256):
+        block_hashes = block_hashes_of(f"{number}-", 4)
+        disk.num_hash_blocks[block_hashes[:HASH_BYTES]] = 4
+        jobs.append(world.ahead(block_hashes))
+    assert len(disk.reads) == 1
+    monkeypatch.setattr(disk, "read", lambda find, blocks, done: done([False] * len(blocks)))
+    disk.finish()
+    assert all(job.over for job in jobs) and world.quiet()
 
 
 def test_promotion_without_blocks_in_tiers_ends_at_once():
@@ -409,7 +446,7 @@ class Machine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.near, self.far = FakeTier("near"), FakeTier("far", at_once=False)
-        self.world = World(self.near, self.far, pages=24)
+        self.world = World(self.near, self.far, pages=24, in_flight=6 * 4096)
         self.waiting: list[dict] = []
 
     @rule(name=st.sampled_from(NAMES), num_hash_blocks=st.integers(0, 12), tier=st.integers(0, 1))

@@ -7,6 +7,7 @@ reserves it reads it, and the others wait for that read. A job goes on when its 
 unavailable tier: a device may block its process for hours.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -73,7 +74,7 @@ class PromotionRead:
     def __init__(self, job: "PromotionJob", tier: Tier, find: Find, blocks: list[Block]):
         self.job, self.tier, self.find = job, tier, find
         self.rest = blocks  # not reserved yet, last block first
-        self.left_bytes = sum(b.pages for b in blocks) * PAGE  # not read yet
+        self.left_bytes = _nbytes(blocks)  # not read yet
         self.in_flight = 0
         self.over = False
         self.awaited_by: set[PromotionJob] = set()
@@ -99,7 +100,8 @@ class PromotionJob:
 
 class Promotion:
     """On the server's reactor thread. ``client``: this number and smaller ones identify it in the index, one for each
-    shape of a namespace. ``call_later(seconds, call)`` returns a handle that can be cancelled."""
+    shape of a namespace. ``call_later(seconds, call)`` returns a handle that can be cancelled. ``in_flight_bytes``: of
+    memory that the reads in flight of one tier may take, beyond by one chunk."""
 
     def __init__(
         self,
@@ -108,13 +110,19 @@ class Promotion:
         client: int,
         call_later: Callable[[float, Callable[[], None]], Timer],
         clock: Callable[[], float] = time.monotonic,
+        in_flight_bytes: float = math.inf,
     ):
         self._index, self._tiers, self._call_later, self._clock = index, list(tiers), call_later, clock
+        self._max_in_flight = in_flight_bytes
         self._next_client = client
         self._clients: dict[tuple[int, tuple[GroupShape, ...]], int] = {}  # by hash block size and groups
         self._jobs: dict[_JobKey, PromotionJob] = {}
         self._inbound: dict[BlockName, PromotionRead] = {}
         self._left_bytes: dict[Tier, int] = dict.fromkeys(self._tiers, 0)
+        self._in_flight: dict[Tier, int] = dict.fromkeys(self._tiers, 0)  # bytes
+        # Reads that go on when others have ended, oldest first.
+        self._queued: dict[Tier, dict[PromotionRead, None]] = {tier: {} for tier in self._tiers}
+        self._starting = set[Tier]()  # whose queued reads are being started
         self._full_until: dict[bytes, float] = {}  # end of a backoff, by tenant; b"": memory is full
         for tier in self._tiers:
             tier.on_promotion_status = self._on_status
@@ -165,7 +173,7 @@ class Promotion:
         answer = max(job.asking.latency(), when - self._clock())
         if num_hash_blocks <= job.num_hash_blocks or job.waits_for:  # the blocks found already come first
             return TierQuery(job.num_hash_blocks, arrive, answer)
-        nbytes = sum(block.pages for block in _blocks(Find(job.asked, num_hash_blocks))) * PAGE
+        nbytes = _nbytes(_blocks(Find(job.asked, num_hash_blocks)))
         return TierQuery(
             num_hash_blocks,
             answer + job.asking.seconds(nbytes),
@@ -190,6 +198,7 @@ class Promotion:
             for read in [read for read in job.waits_for if not read.tier.usable]:
                 self._cancel_rest(read)
                 self._end_waits(read)
+                self._go_on(read)
             if job.asking is not None and not job.asking.usable:
                 self._seek(job, job.next_tiers)
 
@@ -254,9 +263,13 @@ class Promotion:
 
     def _go_on(self, read: PromotionRead) -> None:
         while read.rest and read.in_flight < CHUNKS_IN_FLIGHT:
+            if self._in_flight[read.tier] >= self._max_in_flight:
+                self._queued[read.tier][read] = None
+                break
             blocks = self._reserve(read, _chunk(read.rest))
             if blocks:
                 read.in_flight += 1
+                self._in_flight[read.tier] += _nbytes(blocks)
                 read.tier.read(read.find, blocks, partial(self._arrived, read, blocks))
         if not read.rest and not read.in_flight and not read.over:
             self._end(read)
@@ -327,15 +340,33 @@ class Promotion:
             if lease:
                 read.job.leases.append(lease)
         self.promoted_blocks += len(right)
-        self.promoted_bytes += sum(block.pages for block in right) * PAGE
+        self.promoted_bytes += _nbytes(right)
         self.failed_blocks += len(wrong)
         read.in_flight -= 1
+        self._in_flight[read.tier] -= _nbytes(blocks)
         if wrong:
             self._cancel_rest(read)
-        self._go_on(read)
+        if read.rest:
+            self._queued[read.tier][read] = None  # after the others
+        else:
+            self._go_on(read)
+        self._start_queued(read.tier)
+
+    def _start_queued(self, tier: Tier) -> None:
+        if tier in self._starting:  # a read ended at once; a call for each would exceed the recursion limit
+            return
+        self._starting.add(tier)
+        queued = self._queued[tier]
+        try:
+            while queued and self._in_flight[tier] < self._max_in_flight:
+                read = next(iter(queued))
+                del queued[read]
+                self._go_on(read)
+        finally:
+            self._starting.remove(tier)
 
     def _cancel_rest(self, read: PromotionRead) -> None:
-        self._less(read, sum(block.pages for block in read.rest) * PAGE)
+        self._less(read, _nbytes(read.rest))
         read.rest = []
 
     def _less(self, read: PromotionRead, nbytes: int) -> None:
@@ -399,6 +430,10 @@ def _blocks(find: Find) -> list[Block]:
         name = want.block_hashes[(end - 1) * HASH_BYTES : end * HASH_BYTES]
         blocks.append(Block(want.namespace_id, group, name, parent, b"", 0, shape.slot_pages, end))
     return blocks
+
+
+def _nbytes(blocks: Sequence[Block]) -> int:
+    return sum(block.pages for block in blocks) * PAGE
 
 
 def _chunk(rest: list[Block]) -> list[Block]:

@@ -222,7 +222,9 @@ def open_tiers(
         # memory: an eighth at most, so that promotions find room.
         limits = DemotionLimits(options.disk_queue_mib << 20 or memory.nbytes, memory.nbytes // 8)
         demotion = Demotion(index, admissions, DEMOTION, limits, reactor)
-    stack = TierStack(index, tiers, demotion, Promotion(index, tiers, PROMOTION, reactor.call_later))
+    # Of each tier, too, reads hold an eighth at most: a device that hangs may keep it for hours.
+    promotion = Promotion(index, tiers, PROMOTION, reactor.call_later, in_flight_bytes=memory.nbytes // 8)
+    stack = TierStack(index, tiers, demotion, promotion)
     if leases is not None:
         leases.secondary_tiers = stack
     return stack
