@@ -77,6 +77,20 @@ async def test_synchronous_handoff_leaves_one_token_to_compute(pair, driver, way
         await driver.assert_right(await driver.ask(d, longer), longer, "on what is in the cache now")
 
 
+async def test_followed_prefill_of_one_step_is_read_synchronously(pair, driver):
+    """Both engines get the request at the same time."""
+    p, d = pair
+    rng = random.Random("one step")
+    for length in (40, 300, 1025, 640):
+        prompt, before = random_tokens(rng, length), await loads(driver, d)
+        to_p, to_d = params_of(p)
+        _, reply = await asyncio.gather(driver.prefill(p, prompt, to_p), driver.ask(d, prompt, 8, to_d))
+        assert reply.pulled == length, reply.report
+        assert await loads(driver, d) - before == 1, length
+        await driver.assert_right(reply, prompt)
+        await driver.until_no_exports(p)
+
+
 async def test_synchronous_handoff_behind_own_prefix_and_back(pair, driver):
     """The decode engine has the beginning; later the prefill engine reads the answer back, synchronously too."""
     p, d = pair

@@ -275,6 +275,32 @@ def test_followed_prefill_that_has_ended_is_read_at_once_however_it_was_granted(
     engine.finish(request)
 
 
+@pytest.mark.parametrize("instance, computed", [("a/1", 16), ("a/1", 12), ("a/2", 16)])
+def test_followed_prefill_of_one_step_is_read_when_its_export_is_granted(engine, instance, computed):
+    """Its blocks may be granted before: they have their checksums, and the prefill engine lacks its step's output."""
+    request = engine.request(18, FOLLOWED)
+    assert engine.matcher.match(request, 0) == (None, False)
+    [pending] = engine.client.open
+    engine.client.grant(pending, dataclasses.replace(engine.leased(computed, final=False), instance=instance))
+    waits = instance == "a/1" and computed == 16
+    assert engine.matcher.match(request, 0) == ((None, False) if waits else (18, True))
+    if waits:
+        engine.client.grant(pending, engine.leased(18))
+        assert engine.matcher.match(request, 0) == (17, False)
+    engine.finish(request)
+
+
+def test_followed_prefill_that_ends_without_export_is_computed(engine):
+    request = engine.request(18, FOLLOWED)
+    assert engine.matcher.match(request, 0) == (None, False)
+    [pending] = engine.client.open
+    engine.client.grant(pending, engine.leased(16, final=False))
+    assert engine.matcher.match(request, 0) == (None, False)
+    pending.ended = LookupMiss("unreachable", "")
+    assert engine.matcher.match(request, 0) == (0, False)
+    engine.finish(request)
+
+
 def test_followed_prefill_lost_before_allocation_is_recomputed(engine):
     request = engine.request(18, FOLLOWED)
     assert engine.offered(request) == (17, False)

@@ -138,12 +138,21 @@ class FollowedPrefillSource(PrefillHandoffSource):
         assert pending.state is not None
         if answer.grants[-1].tokens <= pending.state.num_computed_tokens:
             return False  # vLLM has all of it
+        if self._ends_soon(pending, answer.grants[-1]):
+            return False
         pool, config = self._engine.pool, self._config
         needed = self._num_blocks(pending.start, pending.tokens)
         if not self._context.has_blocks(needed + math.ceil(FREE_BLOCK_SHARE * pool.num_blocks)):
             return False
         held = sum(each.num_blocks for each in self._following.values() if not each.closed)
         return not held or held + needed <= config.follow_share * pool.num_blocks
+
+    def _ends_soon(self, pending: _FollowedLookup, leased: LeasedBlocks) -> bool:
+        """Whether the prompt is computed and nothing of it was read. The export comes when the prefill engine has the
+        step's output, and can be read synchronously as a whole."""
+        sync_load, alignment = self._context.sync_load, self._geometry.alignment
+        mapped = leased.path is ReadPath.MAPPED and sync_load.possible and sync_load.is_mapped(leased.instance)
+        return mapped and leased.tokens >= pending.tokens // alignment * alignment
 
     def _num_blocks(self, start: int, tokens: int) -> int:
         return sum(-(-tokens // size) - start // size for size, _ in self._geometry.groups)
