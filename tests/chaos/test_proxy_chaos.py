@@ -239,6 +239,32 @@ async def test_decode_errors_of_all_engines_reach_client_after_bounded_attempts(
         assert sum(len(d.seen) for d in c.d) == 3
 
 
+async def test_request_that_all_engines_answer_with_500_makes_none_unavailable():
+    """vLLM does that if it cannot fetch a picture. One client could keep the proxy from being ready."""
+    async with Cluster(p=2, d=3) as c:
+        await c.chat("u0")
+        for engine in (*c.p, *c.d):
+            engine.status = 500
+        probes = sum(engine.probes for engine in (*c.p, *c.d))
+        assert (await c.chat("u1")).status_code == 500
+        assert c.core.ready and all(engine.healthy and engine.failures == 0 for engine in c.core.fleet)
+        await c.until(lambda: sum(engine.probes for engine in (*c.p, *c.d)) == probes + 5)
+        assert all(engine.healthy for engine in c.core.fleet)
+        # An engine that is not well says so.
+        c.d[0].health = 503
+        assert (await c.chat("u2")).status_code == 500
+        await c.until(lambda: [engine.healthy for engine in c.core.decode] == [False, True, True])
+
+
+async def test_decode_engine_that_answers_500_to_what_another_serves_becomes_unavailable():
+    async with Cluster(p=0, d=2, backoff_initial=60, backoff_max=60) as c:
+        c.d[0].status = 500
+        for text in "abc":
+            assert (await c.chat(text)).status_code == 200
+        assert [engine.healthy for engine in c.core.decode] == [False, True]
+        assert len(c.d[0].seen) == 1
+
+
 # ---------------------------------------------------------------- clients that leave
 
 

@@ -166,6 +166,17 @@ class Engine:
         """Send a health probe. Until it ends, the engine is used, but does not make the proxy ready."""
         self._prober = asyncio.create_task(self._first_probe(), name=f"probe {self.role} {self.index}")
 
+    def check(self) -> None:
+        """Probe it: its last answer was an error, its own or the request's."""
+        if self.healthy and not self.leaving and self._prober is None:
+            self._prober = asyncio.create_task(self._check(), name=f"probe {self.role} {self.index}")
+
+    async def _check(self) -> None:
+        reason = await self._probe()
+        self._prober = None
+        if reason is not None:
+            self.mark_unavailable(reason)
+
     async def _first_probe(self) -> None:
         reason = await self._probe()
         self._prober = None

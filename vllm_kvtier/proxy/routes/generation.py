@@ -4,9 +4,11 @@ Failures and their handling:
 
 * No slot is free: the request waits at most ``queue_timeout``. After that, or if the queue is full: 429 with
   Retry-After.
-* The prefill engine fails, is late or answers 5xx: it becomes unavailable and another one is tried. After that, the
+* The prefill engine fails or is late: it becomes unavailable and another one is tried. After that, the
   decode engine computes the prompt, or pulls from another decode engine that has the conversation. If the prefill
   engine does not serve the route (404, 405) or is full (429), the decode engine computes the prompt.
+* An engine answers 5xx: another one is tried, too. If one serves the request, those before it become unavailable; else
+  it may be the request (vLLM answers 500 if it cannot fetch a picture), and they are probed.
 * An engine answers another 4xx: the client gets that answer.
 * The decode engine fails, is late or answers 5xx before the client got a byte: the next one gets the same params. If
   the first already pulled the export, the next one computes. The first may have started the request, but closing its
@@ -77,6 +79,7 @@ class Generation(EngineRequest):
         self._prefill_params: TransferParams | None = None
         self._decode_engine: Engine | None = None
         self._attempts = 0
+        self._suspects: list[Engine] = []  # they answered 5xx, and no other engine has served the request yet
         self._prefill_by: float | None = None  # deadline of all its prefills, once the first has begun
         self._prefill_seconds: float | None = None
 
@@ -109,6 +112,8 @@ class Generation(EngineRequest):
             export = self._prefill_params.export if self._prefill_params is not None else None
             if export is not None and self._decode_engine is None:
                 core.releaser.schedule(export)
+            for engine in self._suspects:
+                engine.check()
 
     async def _run(self, prefill: EngineSlot | None, decode: EngineSlot) -> Answer:
         """The prefill, if there is one, then the decode request."""
@@ -143,7 +148,7 @@ class Generation(EngineRequest):
         while True:
             engine = slot.engine
             tried = (*tried, engine)
-            if engine.usable and time.monotonic() < deadline:
+            if engine.usable and engine not in self._suspects and time.monotonic() < deadline:
                 outcome, answer = await self._prefill_at(engine, body, deadline)
                 if outcome not in (Prefill.FAILED, Prefill.LOST):
                     return answer
@@ -188,7 +193,7 @@ class Generation(EngineRequest):
         if 400 <= reply.status < 500:
             return Prefill.CLIENT, forwarded(reply, document)
         if reply.status != 200:
-            engine.mark_unavailable(f"{engine} answered {reply.status}.", may_have_restarted=False)
+            self._suspects.append(engine)
             return Prefill.FAILED, None
         engine.succeeded()
         self._prefill_engine = engine
@@ -250,7 +255,7 @@ class Generation(EngineRequest):
             return False, None
         if reply.status == 429 or reply.status >= 500:
             if reply.status >= 500:
-                engine.mark_unavailable(f"{engine} answered {reply.status}.", may_have_restarted=False)
+                self._suspects.append(engine)
             return False, forwarded(reply, document)
         if reply.status != 200:
             return True, forwarded(reply, document)
@@ -261,7 +266,8 @@ class Generation(EngineRequest):
         """The engine of the slot unless it has become unavailable, then the others, those with free slots first."""
         prefilled = self._prefill_params is not None
         ranked = self._core.router.rank_decode(self._prompt, self._route, prefilled)
-        ranked.sort(key=lambda engine: (not engine.healthy, engine is not chosen, engine.full))
+        failed = self._suspects
+        ranked.sort(key=lambda e: (not e.healthy or e in failed, e is not chosen, e.full))
         return ranked or [chosen]
 
     def _decode_params(self, engine: Engine) -> msgspec.Raw | dict[str, Any]:
@@ -274,6 +280,10 @@ class Generation(EngineRequest):
     def _note_decode(self, engine: Engine) -> None:
         """Record the engine that serves the request as the conversation's latest."""
         engine.succeeded()
+        for suspect in self._suspects:
+            if suspect is not engine:
+                suspect.mark_unavailable(f"{suspect} answered 5xx, and {engine} did not", may_have_restarted=False)
+        self._suspects.clear()
         self._decode_engine = engine
         self._trace |= {"decode": engine.url, "attempts": self._attempts}
         if self._prefill_params is None:
