@@ -260,7 +260,7 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "pause after an empty step", Feature.PAUSES, "it is a sleep by the module time, a global of the engine core's",
-        names=("vllm.v1.engine.core:time", "vllm.v1.engine.core:time.sleep"),
+        names=("vllm.v1.engine:core", "vllm.v1.engine.core:time"),
         trial=trials.step_pause, tries="code",
     ),
     Row(
