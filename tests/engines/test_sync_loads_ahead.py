@@ -32,7 +32,7 @@ def test_sync_load_bad_blocks_roll_back_with_the_next_step_scheduled(model_path,
 
 
 class InProcess:
-    def __init__(self, model: str):
+    def __init__(self, model: str, extra: dict):
         from vllm.platforms.cpu import CpuPlatform
 
         settle = CpuPlatform.check_and_update_config.__func__
@@ -44,7 +44,6 @@ class InProcess:
         CpuPlatform.check_and_update_config = classmethod(ahead)
         from vllm import LLM
 
-        extra = {"store_size": "256MiB", "load_policy": "always", "store_idle_seconds": 5}
         self._llm = LLM(
             model, max_model_len=2048, block_size=BLOCK, kv_cache_memory_bytes=96 << 20, max_num_batched_tokens=512,
             dtype="float32", enforce_eager=True, async_scheduling=True,
@@ -63,10 +62,11 @@ class InProcess:
 
         half.counters.take = taken
 
-    def ask(self, prompt: list[int], count: int) -> list[int]:
+    def ask(self, prompt: list[int], count: int, kv_params: dict | None = None) -> list[int]:
         from vllm import SamplingParams
 
-        params = SamplingParams(max_tokens=count, temperature=0, ignore_eos=True)
+        more = {"kv_transfer_params": kv_params} if kv_params else {}
+        params = SamplingParams(max_tokens=count, temperature=0, ignore_eos=True, extra_args=more)
         [answer] = self._llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)
         return list(answer.outputs[0].token_ids)
 
@@ -81,11 +81,11 @@ class InProcess:
                 return
         raise AssertionError(f"{self.counts.get('stored_blocks', 0):g} of {stored:g} blocks are stored")
 
-    def verified(self, prompt: list[int], count: int, truth: list[int]) -> list:
+    def verified(self, prompt: list[int], count: int, truth: list[int], kv_params: dict | None = None) -> list:
         """(whether the answer is right, loads that a step waited for and that were right, that were wrong)."""
         names = ("synchronous_loads|ok", "synchronous_loads|failed")
         before = [self.counts.get(name, 0) for name in names]
-        right = self.ask(prompt, count) == truth[:count]
+        right = self.ask(prompt, count, kv_params) == truth[:count]
         self.ask([300], 1)
         now = [self.counts.get(name, 0) for name in names]
         return ["right" if right else "wrong", *(int(a - b) for a, b in zip(now, before, strict=True))]
@@ -94,7 +94,7 @@ class InProcess:
 def main(model: str) -> None:
     from vllm_kvtier.store.launcher import store_path
 
-    engine = InProcess(model)
+    engine = InProcess(model, {"store_size": "256MiB", "load_policy": "always", "store_idle_seconds": 5})
     print(json.dumps({"scheduler": type(engine.core.scheduler).__name__, "steps": engine.core.batch_queue_size}))
     while not engine.counts.get("store_registered_bytes"):  # without a loop, requests let time pass
         engine.ask([300], 1)
