@@ -1,6 +1,7 @@
 """The reactor: sleeps when idle, never starves sockets or timers, survives faults; and the link to the workers."""
 
 import os
+import select
 import stat
 import threading
 import time
@@ -82,6 +83,30 @@ def test_reactor_call_within_wakes_it_after_that_time_or_with_another_call(react
         assert done.wait(30)
         seen.append(time.monotonic() - began)
     assert seen[0] >= 0.2 and 0.1 <= seen[1] < 30
+
+
+def test_reactor_alarm_that_rings_while_the_last_one_is_read_is_not_lost(reactor, monkeypatch):
+    """Another thread sets it at that moment, and keeps the interpreter until it has rung."""
+    done, again, threads = threading.Event(), threading.Event(), []
+
+    def read(descriptor: int, size: int) -> bytes:
+        if descriptor == reactor._alarm and not threads:
+            threads.append(threading.Thread(target=reactor.call_within, args=(1e-3, lambda: None)))
+            threads[0].start()
+            threads[0].join(0.1)  # it has set the alarm, or waits for the lock
+            poller = select.poll()
+            poller.register(descriptor, select.POLLIN)
+            assert poller.poll(5000)
+        return os_read(descriptor, size)
+
+    os_read = os.read
+    monkeypatch.setattr(os, "read", read)
+    reactor.start()
+    reactor.call_within(1e-3, done.set)
+    assert done.wait(5)
+    threads[0].join(5)
+    reactor.call_within(1e-3, again.set)
+    assert again.wait(5)
 
 
 def test_reactor_requeued_call_does_not_starve_others(reactor):

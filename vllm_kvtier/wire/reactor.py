@@ -173,9 +173,9 @@ class Reactor:
     # -- the loop ------------------------------------------------------------------------------------------
 
     def _alarm_rang(self, events: int) -> None:
-        with self._wake_lock:  # what was queued before is run next
+        # Read under the lock: an alarm set in between would be taken with this one, and none be set after it.
+        with self._wake_lock, contextlib.suppress(BlockingIOError):  # what was queued before is run next
             self._alarm_at = math.inf
-        with contextlib.suppress(BlockingIOError):
             os.read(self._alarm, 8)
 
     def _begin_stop(self) -> None:
