@@ -64,7 +64,7 @@ def main(model: str, prefill_url: str) -> None:
         return engine.verified(prompt, count, truth, answer.json()["kv_transfer_params"])
 
     def made(length: int) -> tuple[list[int], list[int]]:
-        """A prompt and its answer, neither of which is in the cache."""
+        """A prompt and its answer; the cache has neither."""
         prompt = [rng.randrange(300, 2000) for _ in range(length)]
         truth = engine.ask(prompt, 24)
         engine.settle()
