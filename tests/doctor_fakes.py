@@ -44,7 +44,7 @@ class FakeEngine:
     def __init__(self, namespace=NAMESPACE, store="", why=None, key=None, ranks=None, **options):
         self.namespace, self.gpu_cache, self.exported = namespace, {}, {}
         self.reactor = Reactor("fake-engine")
-        self.silent = False
+        self.silent = self.busy = False
         self.load_decisions, self.lent, self.words = [], [], []
         table = ExportTable(HASH_BLOCK_SIZE, {LeaseKind.HANDOFF: 1000, LeaseKind.RETAINED: 1000})
         self.endpoint = LeaseServer(
@@ -98,6 +98,9 @@ class FakeEngine:
 
     def _question(self, question, answer) -> None:
         if self.silent:
+            return
+        if self.busy:
+            answer(m.LeaseRefused(question.question, "peer_busy", "too many questions wait here"))
             return
         if isinstance(question, m.Inspect):
             store = self._client.instance if self._client is not None else ""

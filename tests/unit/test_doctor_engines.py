@@ -238,6 +238,15 @@ def test_doctor_hung_scheduler_is_found(make):
     assert code == 1 and "its connector answers, its scheduler does not" in found["message"]
 
 
+def test_doctor_engine_that_refuses_questions_is_busy_and_does_not_hang(make):
+    engine = make(FakeEngine)
+    engine.busy = True
+    code, checks = doctor("--endpoint", engine.address)
+    found = only(checks, "warn")
+    assert code == 1 and "is busy: too many questions wait here" in found["message"], found
+    assert "firewall" not in found["fix"]
+
+
 def test_doctor_engine_without_address_is_found(make):
     _, checks = doctor("--endpoint", "somewhere")
     assert "'somewhere' is not HOST:PORT" in only(checks, "fail")["message"]
@@ -323,12 +332,21 @@ def test_doctor_prefix_caching_off_is_found(make):
     assert code == 2 and "prefix caching is off" in only(checks, "fail")["message"]
 
 
+def store_up(*values: int) -> str:
+    """The gauge of so many data-parallel ranks."""
+    ranks = (f'vllm:kvtier_store_up{{engine="{rank}",kind=""}} {value}.0\n' for rank, value in enumerate(values))
+    return "# TYPE vllm:kvtier_store_up gauge\n" + "".join(ranks)
+
+
 @pytest.mark.parametrize(
     ("lines", "cause"),
     [
         (counter("integrity_failures", 3), "3 blocks arrived with a wrong checksum"),
         (counter("store_disconnects", 2), "the node store disconnected 2 times"),
-        (counter("pulls", 4, "failed"), "4 loads or pulls failed"),
+        (counter("pulls", 4, "failed"), "4 loads, peer fetches or pulls failed"),
+        (counter("fetches", 4, "failed"), "4 loads, peer fetches or pulls failed"),
+        (counter("internal_errors", 3, "step"), "errors in vllm-kvtier itself: step (3)"),
+        (store_up(1, 0), "its node store did not answer"),
         (counter("lookups_declined", 7, "namespace_mismatch"), "in other engines failed: namespace_mismatch (7)"),
         (counter("load_decisions", 9, "slower"), "9 of 9 prompts that were found were computed"),
         (counter("stores_skipped", 50, "store_full"), "not stored: store_full (50)"),
@@ -341,6 +359,7 @@ def test_doctor_error_counters_warn(make, lines, cause):
 
 def test_doctor_harmless_counters_are_ok(make):
     lines = counter("lookups_declined", 7, "local_cache_hit") + counter("stores_skipped", 50, "already_stored")
+    lines += store_up(1, 1)
     code, checks = doctor("--server", make(FakeServer, metrics=METRICS + lines).url)
     assert code == 0 and checks[1]["message"] == "no errors counted"
 

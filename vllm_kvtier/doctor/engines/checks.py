@@ -19,6 +19,7 @@ _NO_ENDPOINT = {
     "other key": "copy one key file to all engines (its owner alone may read it), and restart those that had another",
     "not ours": "give the connector's endpoint ('answers on HOST:PORT' in the engine's log), not the HTTP port",
     "other version": "run the same vllm-kvtier here and there",
+    "busy": "ask again when fewer ask",
     "silent": "the engine hangs, or a firewall drops its packets: see its log",
 }
 
@@ -87,7 +88,7 @@ def _endpoint(engine: Engine, key: ClusterKey | None, seconds: float) -> Iterato
     except NoEndpoint as error:
         if engine.identity is None:
             yield fail(name, str(error), _NO_ENDPOINT[error.why])
-        elif error.why == "other version":
+        elif error.why in ("other version", "busy"):
             yield warn(name, str(error), _NO_ENDPOINT[error.why])
         else:  # it is answered on the engine's own thread, which a long step keeps busy
             yield warn(name, f"{error}: its connector answers, its scheduler does not", _NO_ENDPOINT["silent"])
@@ -115,14 +116,22 @@ def _counted_errors(name: str, metrics: Scrape) -> Iterator[Check]:
     if metrics.cache.get("enable_prefix_caching") == "False":
         message = "prefix caching is off in this engine, so its blocks have no hashes to find them by"
         yield fail(name, message, "start it without --no-enable-prefix-caching")
+    if faults := metrics.kinds("internal_errors"):
+        places = ", ".join(f"{place} ({n:.0f})" for place, n in faults.items())
+        message = f"errors in vllm-kvtier itself: {places}; after many the engine neither loads nor stores KV"
+        yield warn(name, message, "report it with the engine's log, which has their tracebacks")
+    if metrics.gauge("store_up") == 0:
+        message = "its node store did not answer, or its memory could not be reached, in the engine's last step"
+        yield warn(name, message, "see the engine's log ('serving without the node store') and `kvtier stats`")
     if bad := metrics.ours("integrity_failures"):
         message = f"{bad:.0f} blocks arrived with a wrong checksum; the engine computed them"
         fix = "a few after a crash are harmless; if this repeats, test this machine's memory, disk and network"
         yield warn(name, message, fix)
     if lost := metrics.ours("store_disconnects"):
         yield warn(name, f"the node store disconnected {lost:.0f} times", "see the store's log beside its socket")
-    if failed := metrics.ours("loads", "failed") + metrics.ours("pulls", "failed"):
-        yield warn(name, f"{failed:.0f} loads or pulls failed; the engine computed the tokens", "see the engine's log")
+    if failed := sum(metrics.ours(kind, "failed") for kind in ("loads", "fetches", "pulls")):
+        message = f"{failed:.0f} loads, peer fetches or pulls failed; the engine computed the tokens"
+        yield warn(name, message, "see the engine's log")
     serious = ("namespace_mismatch", "layout", "timeout", "unreachable")
     if refused := {kind: n for kind, n in metrics.kinds("lookups_declined").items() if kind in serious}:
         reasons = ", ".join(f"{kind} ({n:.0f})" for kind, n in refused.items())

@@ -26,7 +26,7 @@ _FAILED = {zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
 
 class NoEndpoint(KVTierError):
-    """``why``: closed | key needed | no key there | other key | not ours | other version | silent."""
+    """``why``: closed | key needed | no key there | other key | not ours | other version | busy | silent."""
 
     def __init__(self, why: str, message: str):
         super().__init__(message)
@@ -148,6 +148,8 @@ class EndpointProbe:
                 if isinstance(answer, m.LeaseRefused) and answer.code == "malformed":
                     message = f"{self.address} does not know this query: it runs an older vllm-kvtier"
                     raise NoEndpoint("other version", message)
+                if isinstance(answer, m.LeaseRefused) and answer.lookup_id == getattr(message, "question", None):
+                    raise NoEndpoint("busy", f"{self.address} is busy: {answer.reason}")
         raise self._no_answer(events)
 
     def _no_answer(self, events: list[int]) -> NoEndpoint:

@@ -68,11 +68,12 @@ class Server:
 
 class Scrape:
     """A reading of ``/metrics``. ``values``: all samples except histogram buckets, summed over other labels than
-    ``kind``. ``has_connector``: whether the engine runs KVTierConnector. ``cache``: labels of vLLM's
+    ``kind``; ``least``: of our gauges, the smallest instead. ``has_connector``: whether the engine runs KVTierConnector. ``cache``: labels of vLLM's
     cache_config_info."""
 
     def __init__(self, text: str):
         self.values: Metrics = {}
+        self.least: Metrics = {}
         self.cache: dict[str, str] = {}
         self.has_connector = False
         try:
@@ -86,6 +87,8 @@ class Scrape:
                     kind = sample.labels.get("kind") if family.name.startswith(PREFIX) else None
                     key = sample.name.removesuffix("_total"), kind
                     self.values[key] = self.values.get(key, 0.0) + sample.value
+                    if family.type == "gauge":
+                        self.least[key] = min(self.least.get(key, sample.value), sample.value)
         except ValueError as error:
             raise KVTierError(f"/metrics cannot be read: {error}") from error
 
@@ -98,6 +101,10 @@ class Scrape:
         if kind is None:
             return self.total(PREFIX + name)
         return self.values.get((PREFIX + name, kind), 0.0)
+
+    def gauge(self, name: str) -> float | None:
+        """The smallest over engines (data-parallel ranks) of a gauge without kinds; None: not exported."""
+        return self.least.get((PREFIX + name, ""))
 
     def stores_skipped(self) -> dict[str, float]:
         """Blocks that are not in the store, by reason."""
