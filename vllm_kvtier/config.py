@@ -50,6 +50,7 @@ NIXL_ONLY = (
     "push_registration_timeout",
 )
 MAX_MESSAGE_SECONDS = 86400  # of a duration in a message: a longer one would end the connection
+MAX_FINGERPRINT = 512  # characters; the same
 _ANY_ADDRESS = ("0.0.0.0", "::", "*", "")
 
 
@@ -279,7 +280,10 @@ class KVTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Raises ConfigError that names every option that is unknown (with the nearest right one), of the wrong
         type, outside its limits, given twice under two names, or impossible together with another.
         """
-        extra = with_new_names(extra or {}, RENAMED)
+        try:
+            extra = with_new_names(extra or {}, RENAMED)
+        except ConfigError as error:
+            raise ConfigError(f"kv_connector_extra_config: {error}") from error
         problems: list[str] = []
         given: dict[str, Any] = {}
         for option, value in extra.items():
@@ -303,6 +307,19 @@ class KVTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def without_prefixes(self) -> "KVTierConfig":
         """The options of an engine without vLLM's prefix caching: blocks have no hashes to store or find them by."""
         return msgspec.structs.replace(self, store="off", store_nodes="", bidirectional=False)
+
+    def without_effect(self) -> list[str]:
+        """The options that are not at their defaults and do nothing, as ``store`` says that this engine starts no
+        store, or has none."""
+        if self.store == "auto":
+            return []
+        used = {"store_nodes"} if self.store == "off" else {"store_write", "store_inflight_share"}
+        defaults = zip(self.__struct_fields__, self.__struct_defaults__, strict=True)
+        return [
+            name
+            for name, default in defaults
+            if name.startswith("store_") and name not in used and getattr(self, name) != default
+        ]
 
     def __post_init__(self) -> None:
         if problems := list(_impossible(self)):
@@ -328,6 +345,8 @@ def _impossible(config: KVTierConfig):
         )
     if config.cluster_key_file is not None and not Path(config.cluster_key_file).is_file():
         yield f"cluster_key_file {config.cluster_key_file!r} is not a file on this machine."
+    if len(config.model_fingerprint or "") > MAX_FINGERPRINT:
+        yield f"model_fingerprint has {len(config.model_fingerprint or '')} characters; at most {MAX_FINGERPRINT}."
     if len(set(config.nixl_backends)) < len(config.nixl_backends):
         yield f"nixl_backends {list(config.nixl_backends)} names a backend twice: name each once."
 

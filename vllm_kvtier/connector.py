@@ -72,6 +72,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             choice.check(option, getattr(self._options, option))
         SwitchInterval.lower(self._options.switch_interval_ms / 1e3)
         self._info = engine_info(vllm_config, kv_cache_config)
+        idle = self._options.without_effect()
         if not self._info.prefix_caching:
             self._options = self._options.without_prefixes()
         # vLLM before 0.30 takes failed blocks from workers, but failed requests only from its own scheduler.
@@ -86,6 +87,11 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._saved: StepMetadata | None = None  # of the step whose KV is all launched
         if role is KVConnectorRole.SCHEDULER:
             self._set_failure_policy(vllm_config.kv_transfer_config)
+            if idle and self._info.prefix_caching:
+                logger.warning(
+                    "kvtier: connector: this engine starts no node store (store: %s); without effect: %s",
+                    self._options.store, ", ".join(idle),
+                )  # fmt: skip
             namespace.fix_hash_seed(vllm_config)
             if self._info.unsupported:
                 logger.warning("kvtier: connector: disabled (%s)", self._info.unsupported)

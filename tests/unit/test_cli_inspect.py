@@ -147,5 +147,6 @@ def test_commands_print_help(command):
 
 
 def test_commands_with_wrong_options_exit_2():
-    for arguments in (["doctor", "--nonsense"], ["inspect"], ["clear"], ["nonsense"]):
+    wrong = [["store", "--numa", "all"], ["store", "--name", "a/b"], ["store", "--tenant-share", "2"]]
+    for arguments in (["doctor", "--nonsense"], ["inspect"], ["clear"], ["nonsense"], *wrong):
         assert CliRunner().invoke(app, arguments).exit_code == 2, arguments

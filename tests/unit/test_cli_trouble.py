@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from store_process import Store
+from store_support import RawClient, engine_hello
 from support import eventually, interruptible, stop
 
 COMMAND = [sys.executable, "-m", "vllm_kvtier.cli"]
@@ -40,6 +41,14 @@ def test_top_ascii_terminal_prints_replacement_characters(store):
 def test_commands_run_on_one_column_terminal(store):
     for command in (["stats"], ["top", "--once", "--interval", 0.05]):
         assert kvtier(*command, "--socket", store.path, COLUMNS="1").returncode == 0
+
+
+def test_names_of_clients_are_no_markup(store):
+    name = "[red]e[/blue]"
+    with RawClient(store.path, engine_hello(name)):
+        for command in (["stats"], ["top", "--once", "--interval", 0.05]):
+            done = kvtier(*command, "--socket", store.path, COLUMNS="140")
+            assert done.returncode == 0 and name in done.stdout, done
 
 
 def test_stats_to_full_disk_exits_with_error(store):

@@ -4,7 +4,7 @@ import math
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from vllm_kvtier import config as config_module
@@ -101,6 +101,7 @@ def test_config_nixl_only_option_raises_with_removal_hint(option):
         ({"nixl_backends": "UCX"}, "a list of"),
         ({"nixl_backends": ["UCX", "UCX"]}, "twice"),
         ({"model_fingerprint": 3}, "a string or null"),
+        ({"model_fingerprint": 513 * "m"}, "has 513 characters; at most 512"),
         ({"kv_lease_duration": 0}, "kv_lease_duration: handoff_seconds must be"),
         ({"endpoint_host": "10.0.0.1"}, "set cluster_key_file"),
         ({"advertise_host": "10.0.0.1"}, "cannot be reached"),
@@ -171,6 +172,7 @@ names = st.sampled_from([*KVTierConfig.__struct_fields__, *ALIASES, *RENAMED, *N
 
 
 @given(st.dictionaries(names, json_values, max_size=4))
+@example({"lookup_timeout": 1, "ask_timeout": 1})
 def test_config_of_any_json_is_read_or_raises_config_error(extra):
     try:
         config = read(extra)

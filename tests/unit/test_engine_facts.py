@@ -20,6 +20,8 @@ from vllm.v1.kv_cache_interface import (
 
 from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.connector import KVTierConnector
+from vllm_kvtier.scheduler.engine_identity import EngineIdentity
+from vllm_kvtier.store.protocol import Present, decode_request, encode
 from vllm_kvtier.vllm_compat.engine_info import _whole_prompts, engine_info
 from vllm_kvtier.vllm_compat.probe import features, trials
 
@@ -190,6 +192,35 @@ def test_engine_info_draft_lookahead_is_what_hashes_leave_out(configure, monkeyp
 def test_engine_info_of_all_groups_names_no_ids(configure):
     facts, blocks = engine_info(configure(), cache(FULL, FULL)), ([1], [2])
     assert facts.group_ids is None and facts.followed(blocks) is blocks and list(facts.left_out(blocks)) == []
+
+
+def test_engine_info_shortens_an_engine_id_that_no_message_could_carry(configure):
+    config, others = configure(), configure()
+    config.kv_transfer_config.engine_id, others.kv_transfer_config.engine_id = 600 * "e" + "1", 600 * "e" + "2"
+    facts, other = engine_info(config, cache(FULL)), engine_info(others, cache(FULL))
+    assert facts.engine_id != other.engine_id and facts.engine_id[:150] == 150 * "e"
+    instance = EngineIdentity(KVTierConfig(), facts, 16, True, lambda: None).instance
+    decode_request(encode(Present(bytes(8), "127.0.0.1", 7100, instance)))
+    config.kv_transfer_config.engine_id = "prefill-0"
+    assert engine_info(config, cache(FULL)).engine_id == "prefill-0"
+
+
+@pytest.mark.parametrize(
+    ("extra", "named"),
+    [
+        ({"store": "off", "store_disk_path": "/d", "store_write": "prompt"}, "off); without effect: store_write, "),
+        ({"store": "off", "store_nodes": "127.0.0.1:7300"}, None),
+        ({"store": "/run/store.sock", "store_size": "1GiB", "store_write": "prompt"}, "without effect: store_size"),
+        ({"store": "/run/store.sock", "store_write": "prompt"}, None),
+        ({"store_size": "1GiB"}, None),
+    ],
+)
+def test_connector_names_options_without_effect(configure, caplog, monkeypatch, extra, named):
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    with caplog.at_level("WARNING", "vllm.kvtier"):
+        KVTierConnector(configure(extra=extra), KVConnectorRole.SCHEDULER, cache(FULL))
+    lines = [each.getMessage() for each in caplog.records if "without effect" in each.getMessage()]
+    assert len(lines) == (named is not None) and all(named in line for line in lines)
 
 
 @pytest.mark.parametrize(("role", "required"), [("kv_both", False), ("kv_consumer", False), ("kv_producer", True)])

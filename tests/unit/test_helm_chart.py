@@ -137,6 +137,14 @@ def test_chart_options_reach_their_programs():
     assert found["Deployment", "proxy"]["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] == 80
 
 
+def test_chart_large_user_id_is_a_whole_number(tmp_path):
+    """As OpenShift assigns them; helm prints a number from a file of values as 1.00068e+09."""
+    (values := tmp_path / "values.yaml").write_text("runAsUser: 1000680000", "utf-8")
+    words = ["template", "release", str(CHART), "-f", str(values), "--set", "mooncake.enabled=true"]
+    lines = [line.strip() for line in run_helm(*words).stdout.splitlines() if "runAsUser" in line]
+    assert lines == 5 * ["runAsUser: 1000680000"]
+
+
 def test_chart_with_shared_stores_finds_them_by_the_name_of_their_service():
     found = render(*SETS["shared stores"])
     service = found["Service", "store"]["spec"]

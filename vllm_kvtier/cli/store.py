@@ -19,6 +19,7 @@ from vllm_kvtier.store.memory.memory_limits import format_bytes
 from vllm_kvtier.store.options import StoreOptions, help_of
 
 ANSWER_SECONDS = 10.0
+CLEAR_SECONDS = 600.0  # 7 us a block, of a large disk too; the store answers others meanwhile
 
 
 def _with_store_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -44,8 +45,9 @@ def serve(
     """Serve this node's store until Ctrl-C. An engine that finds no store starts one itself."""
     from vllm_kvtier.store.__main__ import run  # imports the server, which the other commands do not need
 
-    with inputs.errors_as_messages():
-        raise typer.Exit(run(socket or store_path(name), StoreOptions(**options)))
+    with inputs.errors_as_messages(code=2):
+        path, given = socket or store_path(name), StoreOptions(**options)
+    raise typer.Exit(run(path, given))
 
 
 def stats(
@@ -69,7 +71,7 @@ def stats(
         _add_rows(table, f"{name} ", {**tier, **extra})
     for client in clients:
         table.add_row(client["kind"], f"{client['name']} (pid {client['pid']})")
-    Console().print(table)
+    Console(markup=False).print(table)
 
 
 def _add_rows(table: Table, of: str, numbers: dict) -> None:
@@ -99,5 +101,5 @@ def clear(
     if wanted is not None and len(wanted) != m.HASH_BYTES:
         raise typer.BadParameter(f"a namespace id has {2 * m.HASH_BYTES} hexadecimal digits", param_hint="--namespace")
     with inputs.errors_as_messages():
-        done = request(socket or store_path(name), m.Clear(1, wanted), m.Done, "kvtier clear", ANSWER_SECONDS)
+        done = request(socket or store_path(name), m.Clear(1, wanted), m.Done, "kvtier clear", CLEAR_SECONDS)
     print(f"{done.count} blocks dropped")

@@ -1,5 +1,6 @@
 """What the scheduler side needs to know of its engine, read once from vLLM's configuration."""
 
+import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,7 @@ from vllm_kvtier.vllm_compat.probe.row import Feature
 from vllm_kvtier.vllm_compat.version import installed_version
 from vllm_kvtier.wire.messages import Namespace
 
+MAX_ENGINE_ID = 200  # characters
 BlockIds = tuple[list[int], ...]  # by group
 
 
@@ -102,7 +104,7 @@ def engine_info(vllm_config: Any, kv_cache_config: Any) -> EngineInfo:
     unsupported = _unsupported(vllm_config, kv_cache_config)
     groups = [] if unsupported else [cache_group(theirs[g]) for g in ids]
     return EngineInfo(
-        engine_id=vllm_config.kv_transfer_config.engine_id,
+        engine_id=_short(vllm_config.kv_transfer_config.engine_id),
         instance_id=vllm_config.instance_id,
         groups=groups,
         full_groups=[g for g, (_, kind) in enumerate(groups) if kind.whole_prefix],
@@ -130,6 +132,14 @@ def engine_info(vllm_config: Any, kv_cache_config: Any) -> EngineInfo:
         draft_lookahead=_draft_lookahead(vllm_config),
         config=vllm_config,
     )
+
+
+def _short(engine_id: str) -> str:
+    """Messages carry names that begin with it, and have at most 256 characters."""
+    if len(engine_id) <= MAX_ENGINE_ID:
+        return engine_id
+    digest = hashlib.blake2b(engine_id.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+    return f"{engine_id[: MAX_ENGINE_ID - len(digest) - 1]}.{digest}"
 
 
 def _draft_lookahead(vllm_config: Any) -> int:

@@ -59,7 +59,7 @@ def top(
 
 def _show_live(watcher: Watcher, seen: deque[Reading], path: str, interval: float) -> None:
     timer = threading.Event()  # never set: its wait is the timer, and Ctrl-C interrupts it
-    console = Console()
+    console = Console(markup=False)
     try:
         if not console.is_terminal:
             while not timer.wait(interval):
@@ -79,10 +79,10 @@ def _print_one(
     for _ in range(readings - 1):
         time.sleep(interval)
         seen.append(watcher.read())
-    console = Console()
+    console = Console(markup=False)
     console.print(frame(list(seen), path, console.width))
     if svg is not None:
-        console = Console(record=True, width=_SVG_COLUMNS, file=io.StringIO(), force_terminal=True)
+        console = Console(markup=False, record=True, width=_SVG_COLUMNS, file=io.StringIO(), force_terminal=True)
         console.print(frame(list(seen), path, console.width))
         # Without rich's links to fonts elsewhere: a picture loads nothing, and monospace is near enough.
         drawn = re.sub(r"@font-face\s*{[^}]*}", "", console.export_svg(title="kvtier top"))

@@ -31,7 +31,7 @@ def frame(readings: Sequence[Reading], path: str, width: int = _ALL_COLUMNS_CHAR
     rates = Rates(readings[-2] if len(readings) > 1 else None, now)
     parts: list[RenderableType] = []
     if now.counts is None:
-        parts.append(Panel(Text(now.reason, style="yellow"), title=f"node store {path}", title_align="left"))
+        parts.append(Panel(Text(now.reason, style="yellow"), title=Text(f"node store {path}"), title_align="left"))
     else:
         parts += [_store(now.counts, rates, readings, path), _tiers(now.counts, rates, width >= _MIN_CHARS_FOR_BARS)]
         if now.counts.clients:
@@ -58,7 +58,7 @@ def _store(counts: m.Counts, rates: Rates, readings: Sequence[Reading], path: st
     if counts.note:
         lines.add_row(Text("note", "yellow"), "", Text(counts.note, "yellow"), "")
     title = f"node store {path} (pid {counts.pid}, up {_duration(counts.seconds)}, {counts.policy})"
-    return Panel(lines, title=title, title_align="left")
+    return Panel(lines, title=Text(title), title_align="left")
 
 
 def _tiers(counts: m.Counts, rates: Rates, bars: bool) -> Table:

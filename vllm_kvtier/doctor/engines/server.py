@@ -68,8 +68,8 @@ class Server:
 
 class Scrape:
     """A reading of ``/metrics``. ``values``: all samples except histogram buckets, summed over other labels than
-    ``kind``; ``least``: of our gauges, the smallest instead. ``has_connector``: whether the engine runs KVTierConnector. ``cache``: labels of vLLM's
-    cache_config_info."""
+    ``kind``; ``least``: of gauges, the smallest. ``has_connector``: whether the engine runs KVTierConnector. ``cache``:
+    labels of vLLM's cache_config_info."""
 
     def __init__(self, text: str):
         self.values: Metrics = {}

@@ -80,7 +80,7 @@ class NodeStoreSource(StoreSource):
     def _connect(self, plan: SlotPlan) -> None:
         self._send(m.PoolSetup(self._path, plan.offsets, plan.writes, [codec.name for codec in plan.codecs]))
         hello = Hello(
-            name=self._info.engine_id[:200], pid=os.getpid(), kind="engine", hash_block_size=self._hash_block_size,
+            name=self._info.engine_id, pid=os.getpid(), kind="engine", hash_block_size=self._hash_block_size,
             groups=plan.shapes,
         )  # fmt: skip
         launch = (lambda: start_store(self._path, self._options)) if self._config.store == "auto" else None
