@@ -479,6 +479,20 @@ async def test_answers_that_clients_do_not_read_are_counted_until_the_timeout(st
         assert held[0] > 15 * MB and buffered(c)["answers"] == 0
 
 
+@pytest.mark.parametrize("chunks", [1, 64], ids=["whole", "pieces"])
+async def test_connections_of_clients_that_do_not_read_are_ended(chunks):
+    """What the proxy has handed to the connection is never taken: it would stay, and its descriptor."""
+    async with Cluster(p=0, client_timeout=0.3) as c:
+        c.d[0].text, c.d[0].chunks = lambda body, i: "x" * (16 * MB // chunks), chunks
+        connections = c._proxy.server_state.connections
+        _, writer = await asyncio.open_connection("127.0.0.1", int(c.url.rpartition(":")[2]), limit=1024)
+        body = json.dumps(turn("hello", stream=chunks > 1)).encode()
+        writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: h\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        await c.until(lambda: c.core.state()["counts"].get("clients_left"))
+        await c.until(lambda: not connections)
+        writer.close()
+
+
 async def test_answer_that_is_sent_in_pieces_is_whole():
     async with Cluster(p=0) as c:
         c.d[0].text = lambda body, i: f"{i}" * MB

@@ -13,12 +13,12 @@ MAX_HEAD_BYTES = 64 << 10
 _Base: Any = AutoHTTPProtocol
 # h11, which uvicorn takes without httptools, has a bound of its own.
 _IS_UNBOUNDED = hasattr(_Base, "on_headers_complete")
-_BUSY = object()
+_BUSY, _CLOSING = object(), object()
 
 
 class BoundedProtocol(_Base):
     """A connection ends if a head is larger than ``MAX_HEAD_BYTES``, or if no request begins within ``client_timeout``,
-    or up to twice as long."""
+    or up to twice as long. One that is closed has so long to take the rest of an answer."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -55,7 +55,9 @@ class BoundedProtocol(_Base):
         return [cycle for cycle in self._cycles if cycle is not None and not cycle.response_complete]
 
     def _request(self) -> object:
-        """_BUSY while one is served; else the last one, if any."""
+        """_BUSY while one is served, _CLOSING if none is any more; else the last one, if any."""
+        if self.transport.is_closing():
+            return _CLOSING
         return _BUSY if self.cycle is not None and not self.cycle.response_complete else self.cycle
 
     def _watch(self) -> None:
@@ -64,6 +66,8 @@ class BoundedProtocol(_Base):
 
     def _end_if_silent(self, before: object) -> None:
         if before is not _BUSY and self._request() is before:
+            if before is _CLOSING:
+                self.transport.abort()
+                return
             self.transport.close()
-        else:
-            self._watch()
+        self._watch()
