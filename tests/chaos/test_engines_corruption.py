@@ -72,6 +72,26 @@ async def test_pull_from_decode_engine_with_corruption_is_recomputed(trio, drive
     await failures(driver, trio.prefill, before)
 
 
+@pytest.mark.parametrize("external", ["false", "true"])
+async def test_prefill_from_before_a_reset_of_the_cache_is_computed(trio, driver, external):
+    """The weights may be others now. The request's parameters name blocks that still have the KV of the old ones, and
+    are read before the lease is refused."""
+    rng = random.Random(f"reset {external}")
+    await driver.hand_off(trio.prefill, trio.decode, random_tokens(rng, 100))  # they know each other
+    prompt = random_tokens(rng, 200)
+    first = await driver.prefill(trio.prefill, prompt)
+    for engine in (trio.prefill, trio.decode):
+        url, params = f"{engine.base_url}/reset_prefix_cache", {"reset_external": external}
+        (await driver._http.post(url, params=params)).raise_for_status()
+    reply = await driver.ask(trio.decode, prompt, 8, first.params)
+    assert reply.pulled == 0, reply.report
+    await driver.assert_right(reply, prompt)
+    prompt = random_tokens(rng, 200)
+    _, reply = await driver.hand_off(trio.prefill, trio.decode, prompt)
+    assert reply.pulled == 200, reply.report
+    await driver.assert_right(reply, prompt)
+
+
 async def test_pull_integrity_failure_is_logged_once_per_source(trio, driver):
     rng = random.Random("logged once")
     trio.faults["FD"].set(corrupt="arrival")

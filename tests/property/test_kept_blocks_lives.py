@@ -134,6 +134,7 @@ class Life(Offload):
         self.contain = half._contain = contain or Uncontained()
         half._passive, half._identity = False, bare_identity(namespace=object())
         half._checksum_index, half._exports = index, exports
+        half._reactor = SimpleNamespace(call_soon=lambda job: None)
         half._exporter = ExportBuilder(load.engine, exports, index, lambda: self.shared)
         half._stretches = SimpleNamespace(possible=False)
         half._matcher, half._sync_load = make_matcher(load), load.sync_load

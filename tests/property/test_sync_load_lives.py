@@ -190,7 +190,7 @@ class Life:
         half._tables = SimpleNamespace(
             each_block=False, look_at_each_block=lambda _: None, begin_step=lambda output, get: []
         )
-        half._questions = SimpleNamespace(waiting=[])
+        half._questions, half._reactor = SimpleNamespace(waiting=[]), SimpleNamespace(call_soon=lambda job: None)
         half._step_timer = SimpleNamespace(begin_step=lambda *_, **__: None, end_step=lambda: None)
         half._exports = SimpleNamespace(clear=lambda: None, revoke=lambda seconds: None, has_freed=lambda: False)
         half._checksum_index, half._gauges = SimpleNamespace(clear=lambda: None), SimpleNamespace(refresh=lambda: None)

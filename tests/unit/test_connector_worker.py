@@ -75,7 +75,8 @@ def test_worker_without_device_uses_no_step_events(half):
     assert step_events == [None]
 
 
-BRINGS = [each.name for each in dataclasses.fields(StepWork) if each.name not in ("step", "idle", "urgent")]
+NO_WORK = ("step", "idle", "urgent", "generation")
+BRINGS = [each.name for each in dataclasses.fields(StepWork) if each.name not in NO_WORK]
 
 
 @pytest.mark.parametrize("name", [*BRINGS, "outstanding", "due", ""])

@@ -153,7 +153,8 @@ def test_prefix_cache_reset_succeeds_with_leased_blocks():
     half = KVTierConnectorScheduler.__new__(KVTierConnectorScheduler)
     half._exports, half._checksum_index, half._config = world.table, world.checksum_index, KVTierConfig()
     half._offloader = half._events = None
-    half._contain = Uncontained()
+    half._contain, half._matcher = Uncontained(), SimpleNamespace(clear_checksums=lambda: None)
+    half._reactor = SimpleNamespace(call_soon=lambda job: None)
     half._sync_load = SimpleNamespace(unpin=lambda: None)
 
     def drain():

@@ -28,6 +28,7 @@ from vllm_kvtier.vllm_compat import requests as vr
 from vllm_kvtier.vllm_compat import weights
 from vllm_kvtier.vllm_compat.adapters import Adapters
 from vllm_kvtier.vllm_compat.hooks.block_pool import BlockPool
+from vllm_kvtier.wire.link import ClearChecksums
 
 HASH_BLOCK_SIZE = 4
 
@@ -114,6 +115,7 @@ class Running:
     """A scheduler side around a real block pool and matcher; ``how`` its requests end is not its matter."""
 
     def __init__(self, prefix_caching=True, encoder=None, **options):
+        self.sent = []  # to the workers
         self.pool = VllmPool(num_gpu_blocks=8, enable_caching=prefix_caching, hash_block_size=HASH_BLOCK_SIZE)
         self.world = World([(HASH_BLOCK_SIZE, None)])
         self.half = half = KVTierConnectorScheduler.__new__(KVTierConnectorScheduler)
@@ -129,6 +131,7 @@ class Running:
         half._events = half._offloader = half._sharing = None
         half._exports = SimpleNamespace(clear=lambda: None, revoke=lambda seconds: None, has_freed=lambda: False)
         half._checksum_index = half._tables = SimpleNamespace(clear=lambda: None)
+        half._reactor, half._link = SimpleNamespace(call_soon=lambda job: job()), SimpleNamespace(send=self.sent.append)
         half._sync_load = SimpleNamespace(unpin=lambda: None, pin_again=lambda: None, verification_pending=False)
         half._engine = SimpleNamespace(scheduler_lock=SimpleNamespace(held=lambda method: method))
         self.namespaces = NamespaceIds()
@@ -164,6 +167,9 @@ def test_weights_changed_starts_new_namespace_and_refuses_peers():
     named = Running(model_fingerprint="mine")
     named.half.weights_changed("update_weights")
     assert not named.told and named.namespaces.of(b"") != before
+    named.half._exporter = SimpleNamespace(step=1, urgent=False)
+    work = named.half.step_work()
+    assert named.sent == [ClearChecksums(work.generation)] and work.generation, "nothing from before can be read"
 
 
 def test_weights_changed_with_cached_blocks_shares_after_reset():

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pull_fakes import HEADS, INNER, LAYERS, TOKENS, Pair, batch_of, cache, info, keys_of, pull_of
 from support import WITHOUT_SHRINKING, Uncontained, eventually
+from worker_halves import Half
 
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.jobs.transfer_jobs import PullJob, StepWork
@@ -441,6 +442,44 @@ def test_pulls_between_two_workers_end_to_end(tmp_path):
     finally:
         for thing in (*halves, *reactors):
             (thing.shutdown if isinstance(thing, KVTierConnectorWorker) else thing.stop)()
+
+
+def test_checksums_from_before_a_reset_match_nothing(tmp_path):
+    """By a message if the engine is idle, by its next step otherwise; what an earlier step left to do is not done."""
+    pytest.importorskip("nixl")
+    here, there = (Half(tmp_path, number, cache(16, number)) for number in (1, 2))
+    try:
+        infos = {"s/1": [there.info()]}
+        here.info()
+        there.sum(3, 4)
+        there.serve()
+
+        def bad(remote):
+            here.steps += 1
+            here.pull("r", 1 + here.steps % 8, remote, infos=infos)
+            return here.results()[0].failed
+
+        assert not bad(3) and not bad(4)
+        there.reactor.call_soon(lambda: there.server.send(lm.ClearChecksums(1)))
+        eventually(lambda: there.made._exchange.generation == 1)
+        assert bad(3) and bad(4)
+        there.sum(3)  # a step from before, which the reactor comes to late
+        assert bad(3)
+        for generation in (1, 2):
+            there.steps += 1
+            work = StepWork(there.steps, [batch_of([4])], generation=generation)
+            there.made.begin(work)
+            there.made.submit(work)
+            eventually(lambda: lm.ChecksumsReady(0, there.steps) in there.heard, 20)
+            assert not bad(4)
+        there.reactor.call_soon(lambda: there.server.send(lm.ClearChecksums(2)))  # the step was faster
+        there.reactor.call_soon(lambda: there.server.send(lm.Serve(True)))
+        assert not bad(4) and bad(3)
+        there.made.begin(StepWork(there.steps + 1, generation=3))
+        assert bad(4)
+    finally:
+        here.end()
+        there.end()
 
 
 def test_pulls_of_unsupported_cache_are_reported_and_fail_at_once(tmp_path):

@@ -216,3 +216,4 @@ class StepWork:
     idle: bool = False  # nothing is computed in this step
     urgent: bool = False  # a peer waits for the checksums of this step
     failed: list[FailedJob] = field(default_factory=list)
+    generation: int = 0  # of the checksums: vLLM has reset its prefix cache so often, and none from before counts

@@ -24,6 +24,7 @@ from vllm_kvtier.scheduler.wiring import SchedulerParts
 from vllm_kvtier.vllm_compat import kv_events as vllm_events
 from vllm_kvtier.vllm_compat import weights
 from vllm_kvtier.vllm_compat.hooks.interpreter import SwitchInterval
+from vllm_kvtier.wire import link as lm
 from vllm_kvtier.wire import messages as m
 
 logger = get_logger(__name__)
@@ -39,6 +40,7 @@ IDLE_EVENT_BATCHES = 4  # batches of KV events that an idle engine publishes in 
 class KVTierConnectorScheduler(SchedulerParts):
     _report_at = 0.0  # when vLLM next gets what was counted
     _passive = False  # too much of our code failed
+    _generation = 0  # of the checksums
 
     def _start(self) -> None:
         self._contain.on_limit = self._become_passive
@@ -158,7 +160,7 @@ class KVTierConnectorScheduler(SchedulerParts):
         idle = not output.total_num_scheduled_tokens
         if checksums or self._matcher.has_jobs():
             return self.step_work(checksums, idle)
-        return StepWork(self._exporter.step, idle=idle, urgent=self._exporter.urgent)
+        return StepWork(self._exporter.step, idle=idle, urgent=self._exporter.urgent, generation=self._generation)
 
     def _follow(self, output: Any, synchronous: bool) -> list[ChecksumJob]:
         """Follow the blocks that the step's requests fill: checksums to compute, blocks to store."""
@@ -206,7 +208,10 @@ class KVTierConnectorScheduler(SchedulerParts):
             jobs, new_peers = self._matcher.take_jobs()
             aborted = self._matcher.take_aborted()
             step, urgent = self._exporter.step, self._exporter.urgent
-            work = StepWork(step, list(checksums), new_peers=new_peers, aborted=aborted, idle=idle, urgent=urgent)
+            work = StepWork(
+                step, list(checksums), new_peers=new_peers, aborted=aborted, idle=idle, urgent=urgent,
+                generation=self._generation,
+            )  # fmt: skip
             for job in jobs:
                 getattr(work, job.step_list).append(job)
             return work
@@ -289,7 +294,7 @@ class KVTierConnectorScheduler(SchedulerParts):
         attempt, insist = self._contain.attempt, self._contain.insist
         insist("ending exports", self._exports.clear)
         attempt("unpinning", self._sync_load.unpin, repair=self._sync_load.unpin)
-        insist("clearing checksums", self._checksum_index.clear)  # nothing more is leased
+        insist("clearing checksums", self._clear_checksums)  # nothing more is leased
         if self._events is not None:
             attempt("repeating events", self._events.publish_again)
         insist("revoking leases", lambda: self._exports.revoke(RESET_WAIT_SECONDS))
@@ -297,6 +302,15 @@ class KVTierConnectorScheduler(SchedulerParts):
         if self._offloader is not None:
             cancel = functools.partial(self._offloader.cancel_all, self._config.lookup_timeout + RESET_WAIT_SECONDS)
             attempt("ending copies", cancel, repair=cancel)
+
+    def _clear_checksums(self) -> None:
+        """Also the workers': an engine with the parameters of an earlier hand-off would read its blocks, which stay as
+        they are until vLLM uses them again, before it is refused a lease; and the weights may be others now."""
+        self._checksum_index.clear()
+        self._matcher.clear_checksums()
+        self._generation += 1
+        message = lm.ClearChecksums(self._generation)
+        self._reactor.call_soon(lambda: self._link.send(message))
 
     def _after_reset(self) -> None:
         self._contain.attempt("provenance", self._provenance.after_reset)

@@ -132,6 +132,13 @@ class ChecksumsReady(msgspec.Struct, frozen=True, tag="checksums_ready"):
     step: Count
 
 
+class ClearChecksums(msgspec.Struct, frozen=True, tag="clear_checksums"):
+    """vLLM resets its prefix cache: no checksum of an earlier ``StepWork.generation`` counts. An idle engine makes no
+    step that says so."""
+
+    generation: Count
+
+
 class Serve(msgspec.Struct, frozen=True, tag="serve"):
     """Whether peers read from this engine: the worker must make NIXL progress meanwhile."""
 
@@ -144,6 +151,7 @@ LinkMessage = (
     | Unusable
     | Asleep
     | ChecksumsReady
+    | ClearChecksums
     | Serve
     | PoolSetup
     | PoolReady

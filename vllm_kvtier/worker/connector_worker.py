@@ -95,6 +95,8 @@ class KVTierConnectorWorker:
             self._store.launching = time.monotonic()
         if work.new_peers:
             self._exchange.add_engines(work.new_peers)
+        if work.generation > self._exchange.generation:
+            self._exchange.clear_checksums(work.generation)
         if work.pulls or work.loads or work.fetches:
             self._before = work, self._record_event()
 
@@ -262,6 +264,8 @@ class KVTierConnectorWorker:
         match message:
             case m.Serve():
                 self._exchange.serve(message.active)
+            case m.ClearChecksums():
+                self._exchange.clear_checksums(message.generation)
             case m.PoolSetup() if store is None and view is not None:
                 self._store = StoreWorker(self._context, view, message)
             case m.RemoteStoreSetup() if store is None and view is not None:

@@ -69,6 +69,7 @@ class PeerExchange:
         self._engines: dict[str, list[m.RankInfo]] = {}  # ranks of the engines that jobs may name
         self._checksums: list[tuple[int, Pending]] = []  # of each step, under way on the device
         self._urgent_step = -1  # peers wait for the checksums of steps up to this one
+        self.generation = 0  # of the checksums, as ``StepWork.generation``
         self._serving = self._polling = False
 
     # -- model runner's thread -------------------------------------------------------------------------------------
@@ -76,6 +77,14 @@ class PeerExchange:
     def add_engines(self, engines: dict[str, list[m.RankInfo]]) -> None:
         for instance, ranks in engines.items():
             remember_peer(self._engines, instance, ranks)
+
+    def clear_checksums(self, generation: int) -> None:
+        """None from before this generation counts. Before the first step of it begins anything; any thread."""
+        with self.lock:
+            if generation > self.generation:
+                if self.memory is not None:
+                    self.memory.clear_checksums()
+                self.generation = generation  # last: if that raises, it is called again
 
     def start_pulls(self, work: StepWork, before: torch.cuda.Event | None) -> None:
         """Begin the pulls of ``work`` from connected engines, if the lock is free; ``step`` begins the rest."""
@@ -255,7 +264,9 @@ class PeerExchange:
             if work.checksums and (self.pulls is not None or self.fetching is not None):
                 if work.urgent:
                     self._urgent_step = work.step
-                self._compute_checksums(work.step, work.checksums, event)
+                # Of a step before a reset none is computed: vLLM may have given its blocks to other requests.
+                current = work.generation >= self.generation
+                self._compute_checksums(work.step, work.checksums if current else [], event)
         self.poll_soon()
         for job in work.pulls:
             self._finish(failed_result(job, self.unusable or "not set up yet"))

@@ -326,6 +326,11 @@ class RequestMatcher:
             self._tracked.pop(request_id, None)
         return steps
 
+    def clear_checksums(self) -> None:
+        """The workers' tables are cleared, also of what is being loaded."""
+        for state in self._tracked.values():
+            state.entries = []
+
     def request_ids(self) -> list[str]:
         return list(self._tracked)
 

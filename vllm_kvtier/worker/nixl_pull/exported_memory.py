@@ -72,6 +72,12 @@ class CacheMemory(PeerMemory):
                     copy_blocks(self.view, self.mirror, batch.group, batch.ids.tolist())
             return Pending(self._mark())
 
+    def clear_checksums(self) -> None:
+        with self._on_stream(None):
+            self.table.zero_()  # no reader accepts 0
+        if self._stream is not None:
+            self._stream.synchronize()  # copies on other streams write checksums from now on
+
     def begin_check(self, groups: list[GroupPull], moves: Sequence[tuple[int, np.ndarray, np.ndarray]] = ()) -> Check:
         """Compute the checksums of arrived blocks with our own keys and compare them with the source's.
 

@@ -26,6 +26,9 @@ class PeerMemory:
     def close(self) -> None:
         """Wait for work under way and give memory back; idempotent."""
 
+    def clear_checksums(self) -> None:
+        """Make none of the blocks readable, as vLLM resets its prefix cache. Before, all leases have ended."""
+
     def clear_unread(self, groups: list[GroupPull]) -> None:
         """NIXL's read into these blocks failed, and writes them no more."""
 
