@@ -388,7 +388,9 @@ def test_unsent_lookup_is_not_sent_after_reconnect(make, cables):
 
     def ask_over_a_broken_connection():
         cable.cut()
-        assert asker.reactor._monitors[connection.dealer._socket].poll(SOON * 1000), "the event of its end"
+        monitor = asker.reactor._monitors[connection.dealer._socket]
+        assert monitor.poll(SOON * 1000), "the event of its end"
+        asker.reactor.look_at(monitor)
         return asker.ask(cable.address, from_prefix_cache=True)
 
     second = on_reactor(asker, ask_over_a_broken_connection)

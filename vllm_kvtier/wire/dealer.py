@@ -77,7 +77,7 @@ class Dealer:
             self._socket.setsockopt(zmq.IPV6, endpoint.count(":") > 2)
             if key is not None:
                 key.secure_client(self._socket)
-            reactor.add_socket(self._socket, lambda: drain(self._socket, events.on_message))
+            reactor.add_one_of_many(self._socket, lambda: drain(self._socket, events.on_message))
             reactor.add_monitor(self._socket, _EVENTS, self._on_event)
             host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
             if _is_name(host):
@@ -85,6 +85,7 @@ class Dealer:
                 self._resolve(host, port)
             else:
                 self._socket.connect(endpoint)
+                reactor.look_at(self._socket)
         except (zmq.ZMQError, ValueError):  # ValueError: a host that cannot be encoded
             reactor.remove_socket(self._socket)
             raise
@@ -99,6 +100,7 @@ class Dealer:
             self._socket.send(frame, zmq.NOBLOCK)
         except zmq.ZMQError as error:
             logger.debug("kvtier: message to %s not sent: %s", self._endpoint, error)
+        self._reactor.look_at(self._socket)
 
     def close(self) -> None:
         """Idempotent."""
@@ -133,6 +135,7 @@ class Dealer:
             self._events.on_lost(why)
             return
         self._socket.connect(endpoint)
+        self._reactor.look_at(self._socket)
         frames, self._unresolved = self._unresolved, None
         for frame in frames:
             self.send(frame)
@@ -150,6 +153,7 @@ class Dealer:
             why = self._handshake_error or ended
             self._connected = False
             drain(self._socket, self._events.on_message, _MAX_QUEUED)
+            self._reactor.look_at(self._socket)
             if not self._socket.closed:  # the last message may have closed it
                 self._events.on_lost(why)
 
