@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import random
+from collections import OrderedDict
 
 import anyio
 import msgspec
@@ -125,6 +126,7 @@ def test_full_index_makes_room_with_the_oldest_blocks_behind_memory():
     index = BlockIndex(6, shared)
     index.apply(decoded(stored(A, **bucket), stored(A[: 2 * BLOCK], 1, "CPU"), stored(A[:BLOCK])))
     assert index.dropped == 0 and not index.incomplete
+    assert isinstance(index._not_in_memory, OrderedDict)  # a dict finds its first item slowly when many were taken
     index.apply(decoded(stored(C)))
     assert held(index, C) == [4, 0, 0, 0, 0] and held(index, A) == [1, 1, 0, 0, 0]
     assert (index.dropped, index.incomplete, index.counts) == (3, True, [5, 1, 0, 0, 2]) and len(shared) == 2

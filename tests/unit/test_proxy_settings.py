@@ -145,7 +145,7 @@ def test_proxy_warns_of_indexes_of_kv_events_that_may_not_fit():
     room, too_little = (lambda: MemoryLimits(1 << 40, 4 << 30, "m")), (lambda: MemoryLimits(needed, needed // 2, "m"))
     assert proxy_command.memory_warning(config, room) == ""
     warning = proxy_command.memory_warning(config, too_little)
-    assert "4 engines may take 560 MiB" in warning
+    assert "4 engines may take 640 MiB" in warning
     fitting = int(re.search(r"lower max_blocks to (\d+)", warning)[1])
     assert 0 < fitting < config.max_blocks
     fits = ProxyConfig(decode=engines, routing_policy="kv_events", max_blocks=fitting)

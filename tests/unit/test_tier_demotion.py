@@ -1,5 +1,7 @@
 """What goes down: in which order, how much at once, when, and what is dropped instead."""
 
+from collections import OrderedDict
+
 import pytest
 from support import Clock
 from tier_backend_fakes import FakeReactor
@@ -184,6 +186,8 @@ def test_demotion_blocks_under_write_are_not_evicted():
 
 def test_demotion_queue_is_bounded_and_drops_newest():
     b = Bench(queue_pages=3)
+    (lane,) = b.demotion._lanes
+    assert isinstance(lane.queue, OrderedDict)  # a dict finds its first item slowly when many were taken
     b.store(1, 2, 3, 4, 5)
     assert b.counts.queued_blocks == 3 and b.counts.dropped_full == 2
     assert b.written() == [1, 2, 3]

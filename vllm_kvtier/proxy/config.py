@@ -194,7 +194,7 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_prefixes: int = 1 << 18
     #: How an engine is chosen: prefix_hash, kv_events, least_load or round_robin. See docs/proxy.md.
     routing_policy: str = "prefix_hash"
-    #: With kv_events: maximum number of blocks of an engine that are remembered; about 250 bytes each, and 560 for one
+    #: With kv_events: maximum number of blocks of an engine that are remembered; about 250 bytes each, and 640 for one
     #: in a cluster or bucket.
     max_blocks: int = 1 << 18
     #: With kv_events: maximum time for an engine to tokenize a prompt. After it, prefix_hash decides.

@@ -5,6 +5,7 @@ the prefix of a prompt is found from its token ids, without the engine's hash se
 block is found as soon as those before it are there. A lost event costs a worse choice of an engine, nothing else.
 """
 
+from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ _TIER_BITS = len(Tier)
 _GPU, _ANY = 1 << Tier.GPU, (1 << _TIER_BITS) - 1
 _IN_MEMORY = _GPU | 1 << Tier.HOST
 _MAX_ADAPTERS = 4096
-BLOCK_BYTES = 560  # memory of a block's entry, also among the shared blocks; 230 without (measured, Python 3.11)
+BLOCK_BYTES = 640  # memory of a block's entry, also among the shared blocks; 230 without (measured, Python 3.11)
 
 
 class PromptTokens:
@@ -54,7 +55,9 @@ class BlockIndex:
         self.counts = [0] * _TIER_BITS  # by tier
         self._blocks: dict[int, int] = {}  # block's hash -> its key, and a bit for each tier
         self._hashes: dict[int, int] = {}  # key -> block's hash
-        self._not_in_memory: dict[int, None] = {}  # hashes of blocks in neither GPU nor host memory, oldest first
+        # Hashes of blocks in neither GPU nor host memory, oldest first. A dict would find its first item slowly when
+        # many were taken.
+        self._not_in_memory: OrderedDict[int, None] = OrderedDict()
         self._adapters: set[str] = set()
         self._block_size = 0
         self._group: int | None = None
@@ -156,7 +159,7 @@ class BlockIndex:
             if value & _IN_MEMORY:
                 self._not_in_memory.pop(block_hash, None)
             else:
-                self._not_in_memory.setdefault(block_hash)
+                self._not_in_memory.setdefault(block_hash, None)
             parent = block_hash
 
     def _make_room(self) -> bool:
@@ -186,7 +189,7 @@ class BlockIndex:
             if value & _ANY:
                 self._blocks[block_hash] = value
                 if not value & _IN_MEMORY:
-                    self._not_in_memory.setdefault(block_hash)
+                    self._not_in_memory.setdefault(block_hash, None)
                 continue
             del self._blocks[block_hash]
             self._not_in_memory.pop(block_hash, None)

@@ -7,6 +7,7 @@ queued blocks do not fill memory; a block that is evicted earlier is skipped. Wr
 
 import math
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -44,7 +45,8 @@ class LaneCounts:
 class _Lane:
     def __init__(self, tier: Tier, admission: Admission):
         self.tier, self.admission = tier, admission
-        self.queue: dict[BlockEntry, float] = {}  # -> time of queueing; oldest first
+        # -> time of queueing; oldest first. A dict would find its first item slowly when many were taken.
+        self.queue: OrderedDict[BlockEntry, float] = OrderedDict()
         self.in_flight: set[BlockEntry] = set()
         self.timer: Timer | None = None
         self.due = 0.0  # of the timer

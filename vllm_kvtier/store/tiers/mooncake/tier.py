@@ -6,6 +6,7 @@ gets another copy here.
 """
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from vllm_kvtier.remote_store.bad_blocks import BadBlocks
@@ -36,7 +37,8 @@ class MooncakeTier(ContentTier):
         self._reader_state = self._segment_state = m.Availability(False, "not connected to the master yet")
         self._bad_blocks = BadBlocks()
         self._avoided: dict[str, float] = {}  # place -> until when
-        self._read_counts: dict[int, int] = {}  # by hash of the name; the last read is last
+        # By hash of the name; the last read is last. A dict would find its first item slowly when many were taken.
+        self._read_counts: OrderedDict[int, int] = OrderedDict()
         self._replicated = 0
         super().__init__(context, options, LIMITS, READER_BACKOFF)
         self._counts.capacity_bytes = parsed.segment_bytes
@@ -137,7 +139,7 @@ class MooncakeTier(ContentTier):
             if count == REPLICATE_READS:
                 often.append(m.Move.of(block))
             if len(self._read_counts) > MAX_COUNTED_READS:
-                del self._read_counts[next(iter(self._read_counts))]
+                self._read_counts.popitem(last=False)
         if often and self._replicas > 1 and self._gives_memory and self._segment.send(m.Replicate(often)):
             self._replicated += len(often)
 
