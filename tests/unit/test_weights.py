@@ -115,7 +115,7 @@ class Running:
     """A scheduler side around a real block pool and matcher; ``how`` its requests end is not its matter."""
 
     def __init__(self, prefix_caching=True, encoder=None, **options):
-        self.sent = []  # to the workers
+        self.sent = []  # to the workers, and None: leases were revoked
         self.pool = VllmPool(num_gpu_blocks=8, enable_caching=prefix_caching, hash_block_size=HASH_BLOCK_SIZE)
         self.world = World([(HASH_BLOCK_SIZE, None)])
         self.half = half = KVTierConnectorScheduler.__new__(KVTierConnectorScheduler)
@@ -129,7 +129,8 @@ class Running:
         half._contain, half._passive = Uncontained(), False
         half._exporter = SimpleNamespace(needed=lambda tokens: 0, drain=lambda: None)
         half._events = half._offloader = half._sharing = None
-        half._exports = SimpleNamespace(clear=lambda: None, revoke=lambda seconds: None, has_freed=lambda: False)
+        revoke = lambda seconds: self.sent.append(None)  # noqa: E731
+        half._exports = SimpleNamespace(clear=lambda: None, revoke=revoke, has_freed=lambda: False)
         half._checksum_index = half._tables = SimpleNamespace(clear=lambda: None)
         half._reactor, half._link = SimpleNamespace(call_soon=lambda job: job()), SimpleNamespace(send=self.sent.append)
         half._sync_load = SimpleNamespace(unpin=lambda: None, pin_again=lambda: None, verification_pending=False)
@@ -169,7 +170,7 @@ def test_weights_changed_starts_new_namespace_and_refuses_peers():
     assert not named.told and named.namespaces.of(b"") != before
     named.half._exporter = SimpleNamespace(step=1, urgent=False)
     work = named.half.step_work()
-    assert named.sent == [ClearChecksums(work.generation)] and work.generation, "nothing from before can be read"
+    assert named.sent == [None, ClearChecksums(work.generation)] and work.generation, "after leased reads"
 
 
 def test_weights_changed_with_cached_blocks_shares_after_reset():

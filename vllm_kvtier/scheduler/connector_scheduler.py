@@ -294,19 +294,19 @@ class KVTierConnectorScheduler(SchedulerParts):
         attempt, insist = self._contain.attempt, self._contain.insist
         insist("ending exports", self._exports.clear)
         attempt("unpinning", self._sync_load.unpin, repair=self._sync_load.unpin)
-        insist("clearing checksums", self._clear_checksums)  # nothing more is leased
+        insist("clearing checksums", self._checksum_index.clear)  # nothing more is leased
         if self._events is not None:
             attempt("repeating events", self._events.publish_again)
         insist("revoking leases", lambda: self._exports.revoke(RESET_WAIT_SECONDS))
+        insist("clearing the workers' checksums", self._clear_checksums)  # behind the reads under these leases
         attempt("giving blocks back", self._exporter.drain, repair=self._exporter.drain)
         if self._offloader is not None:
             cancel = functools.partial(self._offloader.cancel_all, self._config.lookup_timeout + RESET_WAIT_SECONDS)
             attempt("ending copies", cancel, repair=cancel)
 
     def _clear_checksums(self) -> None:
-        """Also the workers': an engine with the parameters of an earlier hand-off would read its blocks, which stay as
-        they are until vLLM uses them again, before it is refused a lease; and the weights may be others now."""
-        self._checksum_index.clear()
+        """In the workers' tables. An engine with the parameters of an earlier hand-off would read its blocks, which are
+        as they were until vLLM uses them again, before it is refused a lease; and the weights may be others now."""
         self._matcher.clear_checksums()
         self._generation += 1
         message = lm.ClearChecksums(self._generation)
