@@ -3,6 +3,7 @@
 import math
 import random
 import threading
+from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from cache_groups import cache_groups, chunked, needs
@@ -280,7 +281,8 @@ class Exports(RuleBasedStateMachine):
         for e in [e for e in self.exports.values() if e.export.deadline <= self.clock.now]:
             self.end(e)
         deadlines = [d for _, _, d in self.model_leases.values()] + [e.export.deadline for e in self.exports.values()]
-        assert until == (min(deadlines) - self.clock.now if deadlines else None)
+        assert (until is None) == (not deadlines)
+        assert until is None or 0 < until <= min(deadlines) - self.clock.now
 
     @rule(step=st.integers(-1, 4))
     def mark_checksums_ready(self, step):
@@ -440,6 +442,28 @@ def test_retained_blocks_are_counted_once_for_all_that_ask():
         export.pinned = Pinned(export.pinned)
         table.add(export)
     assert [table.retained_blocks() for _ in range(5)] == [12] * 5 and Pinned.counted == 3
+
+
+def test_exports_are_not_walked_until_one_is_due():
+    """Each message of each peer asks, and there may be thousands of exports."""
+    clock, walks = Clock(), []
+
+    class Exports(OrderedDict):
+        def values(self):
+            walks.append(1)
+            return super().values()
+
+    table = ExportTable(HASH_BLOCK_SIZE, dict.fromkeys(LeaseKind, 40), clock)
+    table._exports = Exports()
+    for n in range(2):
+        table.add(one_export(f"r{n}", [n] * (2 * HASH_BLOCK_SIZE), 1 + 2 * n, deadline=clock.now + 9.0))
+    walks.clear()
+    assert isinstance(table.lease_export("r1", b"", b"", 0, "x", 5.0), Lease)
+    assert [table.expire() for _ in range(3)] == [5.0] * 3 and not walks
+    clock.now += 5.0
+    assert table.expire() == 4.0 and walks and not table.counts()["leases"]
+    clock.now += 4.0
+    assert table.expire() is None and not table.counts()["exports"]
 
 
 def test_exports_search_by_hash_is_bounded(monkeypatch):

@@ -4,14 +4,17 @@ import asyncio
 import contextlib
 import gc
 from array import array
+from types import SimpleNamespace
 
 import msgspec
 from kv_event_publisher import BLOCK, publishing, stored
 from proxy_fakes import Cluster, turn
 
 from vllm_kvtier.proxy.config import EngineAddress
+from vllm_kvtier.proxy.deadlines import time_limit
 from vllm_kvtier.proxy.kv_events import prompt_tokens
 from vllm_kvtier.proxy.kv_events.index import PromptTokens
+from vllm_kvtier.proxy.kv_events.load_costs import LoadCosts
 from vllm_kvtier.proxy.messages.request_bodies import ClientRequest, Route
 from vllm_kvtier.proxy.routing.conversations import Name
 
@@ -224,6 +227,23 @@ async def test_policy_changes_with_configuration():
         assert len(list(c.core.events)) == 1
         await c.chat(LONG + "!")
         assert not any(engine.tokenized for engine in c.d), "there is one engine, hence no choice"
+
+
+async def test_costs_of_engines_that_left_are_forgotten(monkeypatch):
+    """Pods come back under other addresses."""
+    engines, costs = [SimpleNamespace(url=f"http://10.0.0.{i}", usable=i > 1) for i in range(4)], LoadCosts()
+
+    async def read(engine):
+        engines[:] = engines[1:] or [SimpleNamespace(url="http://10.0.0.9", usable=True)]
+        return b""
+
+    monkeypatch.setattr("vllm_kvtier.proxy.kv_events.load_costs._page", read)
+    monkeypatch.setattr("vllm_kvtier.proxy.kv_events.load_costs._INTERVAL", 0.0)
+    task = asyncio.create_task(costs.measure(engines))
+    async with time_limit(10):
+        while list(costs._shares) != ["http://10.0.0.9"]:
+            await asyncio.sleep(0)
+    task.cancel()
 
 
 async def test_engines_measure_what_loading_costs(monkeypatch):

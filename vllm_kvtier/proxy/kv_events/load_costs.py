@@ -43,7 +43,9 @@ class LoadCosts:
         """Read the engines' metrics every ``_INTERVAL`` seconds, until cancelled."""
         while True:
             # By URL: an engine may have two roles.
-            for engine in {each.url: each for each in engines if each.usable}.values():
+            present = {each.url: each for each in engines}
+            self._shares = {url: found for url, found in self._shares.items() if url in present}
+            for engine in [each for each in present.values() if each.usable]:
                 try:
                     page = await _page(engine)
                 except EngineFailure as failure:  # its requests decide whether it is available

@@ -10,6 +10,7 @@ Thread-safe: vLLM's scheduler thread adds and drains, the reactor ``kvtier-sched
 
 import enum
 import itertools
+import math
 import threading
 import time
 from collections import OrderedDict
@@ -133,6 +134,7 @@ class ExportTable:
         self._pinned = dict.fromkeys(LeaseKind, 0)
         self._freed: list[list[int]] = []
         self._retained: int | None = None  # ``retained_blocks``
+        self._earliest = math.inf  # no deadline is before it: each message asks, and there may be thousands
         self._lease_ids = itertools.count(1)
         self._checksums_ready_step = -1
 
@@ -149,6 +151,7 @@ class ExportTable:
                 return False
             self._make_room(export.kind, size)
             self._exports[export.id], self._retained = export, None
+            self._earliest = min(self._earliest, export.deadline)
             self._pinned[export.kind] += size
             for block_hash in export.block_hashes:
                 self._by_hash.setdefault(block_hash, []).append(export)
@@ -362,16 +365,21 @@ class ExportTable:
             return list(self._by_connection)
 
     def expire(self) -> float | None:
-        """End what is overdue; returns the seconds until the next deadline, or None if there is none."""
+        """End what is overdue; returns the seconds until the next deadline, or fewer, or None if there is none."""
         with self._lock:
             now = self._clock()
+            if not (self._leases or self._exports):
+                return None
+            if now < self._earliest:
+                return self._earliest - now
             for lease in [lease for lease in self._leases.values() if lease.deadline <= now]:
                 self._release(lease)
             for export in [export for export in self._exports.values() if export.deadline <= now]:
                 self._end(export)
             deadlines = [lease.deadline for lease in self._leases.values()]
             deadlines += [export.deadline for export in self._exports.values()]
-            return min(deadlines) - now if deadlines else None
+            self._earliest = min(deadlines, default=math.inf)
+            return self._earliest - now if deadlines else None
 
     # -- any thread ----------------------------------------------------------------------------------------------
 
@@ -420,6 +428,7 @@ class ExportTable:
         now = self._clock()
         lease = Lease(next(self._lease_ids), export, connection, now, now + seconds, start, tokens, served)
         self._leases[lease.id] = lease
+        self._earliest = min(self._earliest, lease.deadline)
         self._by_connection.setdefault(connection, set()).add(lease.id)
         export.leases.add(lease.id)
         self._retained = None
