@@ -421,6 +421,19 @@ def test_admit_number_of_known_adapters_is_bounded(tmp_path, monkeypatch, caplog
     assert caplog.text.count("this engine had 3") == 1
 
 
+def test_admit_adapter_that_is_loaded_again_and_again_stays_known(tmp_path, monkeypatch, caplog):
+    """vLLM's server gives each load a number of its own: a month of loads and unloads has more than adapters."""
+    monkeypatch.setattr(adapters_module, "MAX_ADAPTERS", 4)
+    adapters = Adapters()
+    folders = [files(tmp_path / str(i), alpha=i) for i in range(2)]
+    for number in range(1, 20):
+        assert loaded(adapters, lora(folders[number % 2], str(number % 2), number)) is not None, number
+    assert len(adapters._numbers) <= 4 and "this engine had" not in caplog.text
+    # What the workers have under a number that was removed is not known.
+    assert known(adapters, lora(files(tmp_path / "other"), "other", 3)) is None
+    assert loaded(adapters, lora(files(tmp_path / "third"), "third", 20)) is not None
+
+
 def test_lora_fingerprint_of_admitted_request_is_stable(tmp_path, monkeypatch):
     """Its chain, its leases and its checksums go by it; one that waits may have another adapter when it comes."""
     monkeypatch.setattr(vr, "ADAPTERS", adapters := Adapters())

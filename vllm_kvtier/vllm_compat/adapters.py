@@ -209,6 +209,7 @@ class Adapters:
         self._known: dict[tuple[Any, ...], _Adapter] = {}  # by the key that vLLM's hashes hold
         # lora_int_id -> the path and files that the workers loaded under it; None: not known
         self._numbers: dict[int, tuple[str, Signature] | None] = {}
+        self._removed_to = 0  # numbers up to this one may have been in it: vLLM's server counts its loads
         self._unknown_loads = False  # the workers may have adapters that this module did not see loaded
         self._full = False
         self.engines: weakref.WeakSet[Any] = weakref.WeakSet()  # of this process
@@ -301,15 +302,10 @@ class Adapters:
 
     def _take(self, lora: Any, folder: Path | None, signature: Signature | None) -> _Adapter | None:
         key, number = _identity(lora), lora.lora_int_id
-        if number not in self._numbers and len(self._numbers) >= MAX_ADAPTERS:
-            if not self._full:
-                self._full = True
-                logger.warning(
-                    "kvtier: LoRA adapters: this engine had %d; KV of further ones is neither shared nor stored until "
-                    "it is restarted", MAX_ADAPTERS,
-                )  # fmt: skip
+        if number not in self._numbers and len(self._numbers) >= MAX_ADAPTERS and not self._remove_numbers():
+            self._say_full()
             return None
-        if number in self._numbers or self._unknown_loads:
+        if number in self._numbers or number <= self._removed_to or self._unknown_loads:
             # The workers go by the number. They load this adapter only if they dropped the one they had, or with
             # load_inplace, which only one of several engines was called with.
             trusted = lora.load_inplace and len(self.engines) < 2
@@ -326,7 +322,26 @@ class Adapters:
             self._known[key].number, self._known[key].path = number, lora.lora_path
         elif len(self._known) + len(self._replaced) < MAX_ADAPTERS:
             self._known[key] = _Adapter(lora, folder, signature)
+        else:
+            self._say_full()
         return self._known.get(key)
+
+    def _remove_numbers(self) -> bool:
+        """Remove numbers under which no known adapter is loaded any more: each load has another one. False: there are
+        none."""
+        used = {adapter.number for adapter in self._known.values()}
+        unused = self._numbers.keys() - used
+        self._removed_to = max(self._removed_to, *unused) if unused else self._removed_to
+        self._numbers = {number: loaded for number, loaded in self._numbers.items() if number in used}
+        return bool(unused)
+
+    def _say_full(self) -> None:
+        if not self._full:
+            self._full = True
+            logger.warning(
+                "kvtier: LoRA adapters: this engine had %d; KV of further ones is neither shared nor stored until it "
+                "is restarted", MAX_ADAPTERS,
+            )  # fmt: skip
 
     @_contained
     def clear_loaded(self) -> None:
