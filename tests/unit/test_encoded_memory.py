@@ -102,6 +102,15 @@ def test_encoded_memory_row_whose_encoding_failed_is_bad(monkeypatch):
     assert not pair.run(pair.order(pull_of([5], [3]))).failed
 
 
+def test_encoded_memory_rows_from_before_a_reset_are_bad():
+    """Also for a reader whose lease was revoked meanwhile, which it does not know."""
+    pair = Pair(codec="int8")
+    pair.there.compute_checksums([batch_of([3, 4])], None)
+    pair.there.clear_checksums()
+    pair.there.compute_checksums([batch_of([3])], None)
+    assert pair.run(pair.order(pull_of([5, 6], [3, 4]))).bad_blocks == {6}
+
+
 def test_encoded_memory_geometry_matches_same_codec_only():
     view = cache_of_numbers(4, 1)
     kinds = {name: EncodedMemory(view, [codecs.get(name)]).geometry() for name in ("int8", "fp8")}

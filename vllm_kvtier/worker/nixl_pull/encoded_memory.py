@@ -91,6 +91,10 @@ class EncodedMemory(PeerMemory):
             self._checksums[batch.group][batch.ids] = 0
         return Copies([(b.ids, self._copier.store(b.group, b.ids, b.keys, self._slots(b.ids), after)) for b in batches])
 
+    def clear_checksums(self) -> None:
+        for checksums in self._checksums:
+            checksums[:] = 0
+
     def begin_check(self, groups: list[GroupPull], moves: Sequence[tuple[int, np.ndarray, np.ndarray]] = ()) -> Copies:
         """Decode the rows of our blocks that arrived into the blocks, verified with our own keys."""
         if moves:

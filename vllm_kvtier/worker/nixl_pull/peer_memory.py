@@ -27,7 +27,8 @@ class PeerMemory:
         """Wait for work under way and give memory back; idempotent."""
 
     def clear_checksums(self) -> None:
-        """Make none of the blocks readable, as vLLM resets its prefix cache. Before, all leases have ended."""
+        """vLLM resets its prefix cache: no block can be read any more."""
+        raise NotImplementedError
 
     def clear_unread(self, groups: list[GroupPull]) -> None:
         """NIXL's read into these blocks failed, and writes them no more."""
