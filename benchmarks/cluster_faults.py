@@ -1,6 +1,7 @@
 """Engines on three nodes that share what they computed, while nodes are killed, stopped, cut off and slowed at random.
 
     python benchmarks/cluster_faults.py [--seconds 150] [--out benchmarks/results/cluster_faults.json]
+    python benchmarks/cluster_faults.py --kinds mooncake --faults "master kill" kill      # only these
 
 Each node has a store in a network namespace (clusters.py) and an engine. Conversations that grow are asked at nodes
 drawn at random, one request at a time at each; each engine's prefix cache is emptied before each, so that what is not
@@ -48,6 +49,7 @@ from vllm_kvtier.devtools.engines import Engine, kvtier
 MODEL = Path(__file__).resolve().parent.parent / "models/recall-6m"
 NODES, TURNS, CODES, ANSWER = 3, 4, 12, 24  # codes of a turn, tokens of an answer
 BLOCK = 32  # tokens, of vLLM on CPUs
+FAULTS = ["kill", "stop", "cut", "slow", "master kill", "master stop"]
 
 
 class Conversation:
@@ -167,9 +169,8 @@ class Run:
     # -- faults -------------------------------------------------------------------------------------------------------
 
     def harm(self) -> None:
-        kinds = ["kill", "stop", "cut", "slow"]
-        if self.cluster.master is not None:
-            kinds += ["master kill", "master stop"]
+        has_master = self.cluster.master is not None
+        kinds = [each for each in self.options.faults if has_master or not each.startswith("master")]
         queue: list[str] = []
         while time.monotonic() + self.options.every < self.ends:
             time.sleep(self.options.every)
@@ -303,6 +304,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=150.0)
     parser.add_argument("--every", type=float, default=5.0, help="seconds between two faults")
     parser.add_argument("--fault", type=float, default=10.0, help="seconds")
+    parser.add_argument("--faults", nargs="+", default=FAULTS, choices=FAULTS, metavar="FAULT", help=", ".join(FAULTS))
     parser.add_argument("--conversations", type=int, default=36)
     parser.add_argument("--seed", type=int, default=24)
     options = clusters.parse(parser)
