@@ -75,7 +75,8 @@ class KVTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         bool, _doc("Retain finished requests' blocks, so that prefill engines can pull them from decode engines.")
     ] = False
     pull_threshold: Annotated[
-        int, _doc("Minimum number of tokens for a pull; a prompt that lacks fewer is computed.", ge=0)
+        int,
+        _doc("Minimum number of tokens for a pull or a peer fetch; a prompt that lacks fewer is computed.", ge=0),
     ] = 64
     handoff_seconds: Annotated[
         float, _doc("How long a prefill engine keeps a finished prefill for the decode engine to pull.", gt=0)

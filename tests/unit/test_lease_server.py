@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import zmq
+from context_fakes import engine_of
 from endpoint_support import BLOCK_HASHES, FAST, HASH_BLOCK_SIZE, NAMESPACE, Asker, Source, export, making, ranks
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -19,13 +20,15 @@ from support import eventually
 from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.errors import ConfigError
 from vllm_kvtier.jobs.transfer_jobs import MAX_PEERS_REMEMBERED
-from vllm_kvtier.scheduler.leases.exports import LeaseKind, Refusal
+from vllm_kvtier.scheduler.leases.exports import ExportTable, LeaseKind, Refusal
 from vllm_kvtier.scheduler.leases.lease_client import SAME_NODE, LeasedBlocks
+from vllm_kvtier.scheduler.leases.lease_server import LeaseServer, LeaseServerEvents
 from vllm_kvtier.scheduler.sources.base import LookupMiss
 from vllm_kvtier.shapes.read_paths import Reach, ReadPath
 from vllm_kvtier.wire import dealer, lease_connections
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.auth import ClusterKey
+from vllm_kvtier.wire.reactor import Reactor
 
 pytestmark = pytest.mark.usefixtures("way")
 
@@ -578,6 +581,14 @@ def test_lease_server_port_in_use_raises_with_port(make):
     source = make(Source)
     with pytest.raises(ConfigError, match="endpoint_port"):
         make(Source, port=source.endpoint.port)
+
+
+def test_lease_server_of_a_rank_beyond_the_last_port_raises():
+    """ZMQ took 65538 for 2."""
+    engine = engine_of(Reactor("rank 3"), KVTierConfig(endpoint_port=65535))
+    engine.info.data_parallel_rank = 3
+    with pytest.raises(ConfigError, match="data-parallel rank 3: there is no port 65538"):
+        LeaseServer(engine, ExportTable(16, dict.fromkeys(LeaseKind, 1)), None, LeaseServerEvents(*4 * [print]))
 
 
 # -- drop --------------------------------------------------------------------------------------------------------------

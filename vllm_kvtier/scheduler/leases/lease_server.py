@@ -103,12 +103,16 @@ class LeaseServer(LeaseListener[Connection]):
         self._welcome: tuple[m.Namespace, m.Welcome] | None = None
         self.unusable: str | None = m.STILL_STARTING
         port = config.endpoint_port + engine.info.data_parallel_rank if config.endpoint_port else "*"
+        if isinstance(port, int) and port > 65535:  # ZMQ would listen on another one
+            rank = engine.info.data_parallel_rank
+            reason = f"there is no port {port}"
+            raise ConfigError(f"endpoint_port {config.endpoint_port} and data-parallel rank {rank}: {reason}")
         try:
             self.port = self._listen(f"tcp://{config.endpoint_host}:{port}", key, m.MAX_MESSAGE)
         except zmq.ZMQError as error:
             raise ConfigError(
                 f"kvtier cannot listen on {config.endpoint_host}:{port} ({error}); "
-                "set endpoint_port to a free port or to 0"
+                "set endpoint_port to a free port or to 0, and endpoint_host to an address of this machine"
             ) from error
         self.host = (config.advertise_host or config.endpoint_host).strip("[]")  # as the proxy names it
         self._instance = instance
