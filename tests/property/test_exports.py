@@ -16,6 +16,7 @@ from vllm_kvtier.cache_kinds.sliding_window import SlidingWindow
 from vllm_kvtier.scheduler.leases import exports
 from vllm_kvtier.scheduler.leases.exports import (
     PEER_FETCH_SECONDS,
+    UNREADY_SECONDS,
     Export,
     ExportTable,
     GroupBlocks,
@@ -41,6 +42,7 @@ class ModelExport:
     pinned: list[int]
     leases: set[int] = field(default_factory=set)
     ended: bool = False
+    until: float = 0.0  # blocks of an ended one whose checksums are being made stay pinned until then
 
     def covers(self, start: int, tokens: int) -> bool:
         """Every block that a reader at ``tokens`` needs is there, spelled out token by token."""
@@ -92,8 +94,13 @@ class Exports(RuleBasedStateMachine):
     def end(self, e: ModelExport) -> None:
         if not e.ended:
             e.ended = True
+            self.wait_for_checksums(e)
             del self.exports[e.export.id]
             self.ended.append(e)
+
+    def wait_for_checksums(self, e: ModelExport) -> None:
+        if e.export.ready_step > self.checksums_ready and e.pinned and not e.leases:
+            e.until = self.clock.now + UNREADY_SECONDS
 
     def lent(self) -> list[ModelExport]:
         return [e for e in self.ended if e.export.kind in LEASED_ONCE and e.leases]
@@ -152,6 +159,7 @@ class Exports(RuleBasedStateMachine):
         assert took == (len(pinned) <= self.budget[kind])
         if not took:
             e.ended = True
+            self.wait_for_checksums(e)
             self.ended.append(e)
             return name
         same = [x for x in self.exports.values() if x.export.kind is kind]
@@ -276,11 +284,13 @@ class Exports(RuleBasedStateMachine):
     def time_passes(self, seconds):
         self.clock.now += seconds
         until = self.table.expire()
+        self.make_ready(self.clock.now)
         for lease in [i for i, (_, _, d) in self.model_leases.items() if d <= self.clock.now]:
             self.unlease(lease)
         for e in [e for e in self.exports.values() if e.export.deadline <= self.clock.now]:
             self.end(e)
         deadlines = [d for _, _, d in self.model_leases.values()] + [e.export.deadline for e in self.exports.values()]
+        deadlines += [e.until for e in self.ended if e.until]
         assert (until is None) == (not deadlines)
         assert until is None or 0 < until <= min(deadlines) - self.clock.now
 
@@ -288,6 +298,7 @@ class Exports(RuleBasedStateMachine):
     def mark_checksums_ready(self, step):
         self.table.mark_checksums_ready(step)
         self.checksums_ready = max(self.checksums_ready, step)
+        self.make_ready(self.clock.now)
 
     @rule(blocks=st.integers(1, 12))
     def relieve(self, blocks):
@@ -311,6 +322,12 @@ class Exports(RuleBasedStateMachine):
         self.table.clear()
         for e in list(self.exports.values()):
             self.end(e)
+        self.make_ready(math.inf)
+
+    def make_ready(self, now: float) -> None:
+        for e in self.ended:
+            if e.export.ready_step <= self.checksums_ready or e.until <= now:
+                e.until = 0.0
 
     @rule()
     def reset(self):
@@ -328,10 +345,10 @@ class Exports(RuleBasedStateMachine):
     def frees_once_and_never_while_leased(self):
         if not hasattr(self, "table"):
             return
-        due = [e for e in self.ended if not e.leases and e.pinned]
+        due = [e for e in self.ended if not e.leases and e.pinned and not e.until]
         freed = self.table.take_freed()
         assert sorted(sum(freed, [])) == sorted(i for e in due for i in e.pinned)
-        self.ended = [e for e in self.ended if e.leases]
+        self.ended = [e for e in self.ended if e.leases or e.until]
         assert self.table.has_freed() is False
 
     @invariant()

@@ -412,6 +412,7 @@ class Life(Offload):
         assert 0 <= self.offloader.pinned <= self.offloader._max_pinned
         pins = self.offloader.pinned + sum(counts[kind.value + "_blocks"] for kind in LeaseKind)
         pins += sum(len(ids) for ids in self.half._exports._freed)
+        pins += sum(len(ids) for *_, ids in self.half._exports._unready)
         held = sum(b.ref_cnt for b in self.fake.blocks if not b.is_null)
         manager, ours = self.scheduler.kv_cache_manager, 0
         for name in self.scheduler.requests:

@@ -23,6 +23,8 @@ from vllm_kvtier.cache_kinds.full_attention import FullAttention
 
 # Seconds that a reader may keep blocks of the prefix cache that our own requests need.
 PEER_FETCH_SECONDS = 2.0
+# How long blocks wait for checksums that are being made: the next step makes the last of them. Then their workers hang.
+UNREADY_SECONDS = 10.0
 MAX_LEASES = 4096  # of a connection: more than a peer has requests. Each message looks at all leases
 # Exports and lengths that one search by hash tries. Of models with windows hundreds of exports may have a common
 # beginning that none of them can lease any more; what can be leased is found first, at the end of an export.
@@ -133,6 +135,7 @@ class ExportTable:
         self._by_connection: dict[Hashable, set[int]] = {}
         self._pinned = dict.fromkeys(LeaseKind, 0)
         self._freed: list[list[int]] = []
+        self._unready: list[tuple[int, float, list[int]]] = []  # blocks to be freed after this step, or at this time
         self._retained: int | None = None  # ``retained_blocks``
         self._earliest = math.inf  # no deadline is before it: each message asks, and there may be thousands
         self._lease_ids = itertools.count(1)
@@ -147,7 +150,7 @@ class ExportTable:
                 self._end(self._exports[export.id])
             size = len(export.pinned)
             if size > self._budget[export.kind]:
-                self._freed.append(export.pinned)
+                self._free_when_ready(export)
                 return False
             self._make_room(export.kind, size)
             self._exports[export.id], self._retained = export, None
@@ -225,6 +228,7 @@ class ExportTable:
         with self._lock:
             for export in list(self._exports.values()):
                 self._end(export)
+            self._free_ready(math.inf)  # a reset, after which the workers make none of these checksums
 
     def revoke(self, seconds: float) -> None:
         """Wait at most ``seconds`` for leases on ended exports, then free the blocks of those that are left. Their
@@ -240,6 +244,7 @@ class ExportTable:
     def mark_checksums_ready(self, step: int) -> None:
         with self._lock:
             self._checksums_ready_step = max(self._checksums_ready_step, step)
+            self._free_ready(self._clock())
 
     def lease_export(
         self,
@@ -368,8 +373,9 @@ class ExportTable:
         """End what is overdue; returns the seconds until the next deadline, or fewer, or None if there is none."""
         with self._lock:
             now = self._clock()
+            self._free_ready(now)
             if not (self._leases or self._exports):
-                return None
+                return self._unready[0][1] - now if self._unready else None
             if now < self._earliest:
                 return self._earliest - now
             for lease in [lease for lease in self._leases.values() if lease.deadline <= now]:
@@ -377,6 +383,7 @@ class ExportTable:
             for export in [export for export in self._exports.values() if export.deadline <= now]:
                 self._end(export)
             deadlines = [lease.deadline for lease in self._leases.values()]
+            deadlines += [until for _, until, _ in self._unready]
             deadlines += [export.deadline for export in self._exports.values()]
             self._earliest = min(deadlines, default=math.inf)
             return self._earliest - now if deadlines else None
@@ -463,9 +470,25 @@ class ExportTable:
             if not holders:
                 del self._by_hash[block_hash]
 
+    def _free_when_ready(self, export: Export) -> None:
+        """Its blocks are freed when their checksums are made. One that is made later is of other content, under the
+        export's keys, and a decode engine that reads early needs no lease."""
+        if export.ready_step > self._checksums_ready_step:
+            until = self._clock() + UNREADY_SECONDS
+            self._unready.append((export.ready_step, until, export.pinned))
+            self._earliest = min(self._earliest, until)
+        else:
+            self._freed.append(export.pinned)
+
+    def _free_ready(self, now: float) -> None:
+        if self._unready:
+            over = [step <= self._checksums_ready_step or until <= now for step, until, _ in self._unready]
+            self._freed += [ids for (_, _, ids), done in zip(self._unready, over, strict=True) if done]
+            self._unready = [each for each, done in zip(self._unready, over, strict=True) if not done]
+
     def _free(self, export: Export) -> None:
         if export.kind in _LEASED_ONCE:
             self._pinned[export.kind] -= len(export.pinned)
         if export.pinned:
-            self._freed.append(export.pinned)
+            self._free_when_ready(export)
             export.pinned = []
