@@ -176,12 +176,12 @@ class Tenants(RuleBasedStateMachine):
             request.task.cancel()
             self._out(request, "cancelled")
 
-    @rule(seconds=st.floats(0.5, 6))
+    @rule(seconds=QUARTERS)
     def wait(self, seconds):
         self.now += seconds
         self._time_is_over()
 
-    @rule(seconds=st.floats(0.5, 6), index=st.integers(0, MAX_ROOM))
+    @rule(seconds=QUARTERS, index=st.integers(0, MAX_ROOM))
     def leave_late(self, seconds, index):
         """Some requests have timed out but not left yet, and one of them gets a slot."""
         self.now += seconds
