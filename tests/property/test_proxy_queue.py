@@ -10,6 +10,7 @@ from proxy_queue_harness import ProxyQueue, run_loop
 from vllm_kvtier.proxy.routing.admission import QueueFull
 
 LIMIT, MAX_ROOM, SECONDS = 4, 2, 6.0
+QUARTERS = st.integers(2, 24).map(lambda n: n / 4)  # seconds; sums of others may end just before a time limit
 
 
 class Request:
