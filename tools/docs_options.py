@@ -43,7 +43,8 @@ without `store_` are for a store that this engine starts; a running store keeps 
 STORE = """## The node store
 
 Flags of `kvtier store` (and of `python -m vllm_kvtier.store`). *Engine's option*: the option of the engine that starts
-the store. Further flags: `--name` (if one user has several stores on a node), `--socket` (default: derived from it).
+the store. A flag for *true or false* stands alone, and means true: `--disk-preallocate`. Further flags: `--name` (if a
+user has several stores on a node), `--socket` (default: derived from it).
 """
 PROXY = """## The proxy
 

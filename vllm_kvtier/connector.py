@@ -314,9 +314,9 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         work = metadata.work if isinstance(metadata, StepMetadata) else StepWork(-1)
         drafts_follow = self._drafts and self._saved is not metadata and not work.idle
         self._step = self._worker.end_step(work, drafts_follow)
+        self._collected = metadata
         if self._step is not None and self._step.finished:
             end_pause()  # vLLM's scheduler hears of them in the next step
-        self._collected = metadata
 
     @contained(_STEP, set, again=True)
     def get_block_ids_with_load_errors(self) -> set[int]:

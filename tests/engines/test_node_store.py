@@ -308,7 +308,8 @@ async def test_handoff_is_pulled_although_store_has_it(node: Node, nodes):
     late = random_tokens(rng, 700)
     first = await nodes.prefill(node.first, late)
     await nodes.stored(node.first, late)
-    await nodes.reset(node.first)
+    await nodes.ask(node.second, late, 1, first.params)
+    await nodes.reset(node.second)
     reply = await nodes.ask(node.second, late, 8, first.params)
     assert_same(reply, await nodes.truth(late), reply.report)
     assert reply.pulled >= expected(700), reply.report  # A's blocks may not have been overwritten yet

@@ -12,6 +12,7 @@ from doctor_fakes import METRICS, FakeServer, counter
 from typer.testing import CliRunner
 
 from vllm_kvtier.cli.__main__ import app
+from vllm_kvtier.cli.plan import _measured
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.plan import model as models
 from vllm_kvtier.plan import trace as traces
@@ -250,16 +251,21 @@ def test_plan_command_prints_all_parts(given):
 
 
 def test_plan_reads_rates_of_an_engine(given):
-    lines = counter("loads", 3, "ok") + 'vllm:kvtier_planner_bandwidth{engine="0",kind="host"} 2e9\n'
-    lines += "vllm:prompt_tokens_total 9000\nvllm:request_prefill_time_seconds_sum 3\n"
+    """Of two data-parallel ranks, which have a link each."""
+    lines = counter("loads", 3, "ok") + "# TYPE vllm:kvtier_planner_bandwidth gauge\n"
+    lines += "".join(f'vllm:kvtier_planner_bandwidth{{engine="{rank}",kind="host"}} 2e9\n' for rank in (0, 1))
+    lines += "vllm:prompt_tokens_total 90000\nvllm:request_prefill_time_seconds_sum 3\n"
+    lines += counter("fetched_tokens", 81000)
     server = FakeServer(metrics=METRICS + lines)
     try:
         result = CliRunner().invoke(app, [*given[:-2], "--server", server.url, "--json"])
+        measured = _measured(server.url)
     finally:
         server.stop()
     found = json.loads(result.stdout)
     assert found["rates"]["memory"] == 2e9
     assert found["break_even"][0]["tokens"]["memory"] == 16
+    assert measured["prefill"].seconds(3000) == pytest.approx(1.0)
 
 
 def test_plan_reads_rates_of_bench_file(given, tmp_path):
@@ -267,6 +273,13 @@ def test_plan_reads_rates_of_bench_file(given, tmp_path):
     file.write_text(json.dumps({"rows": [{"bench": "copy", "name": "load", "bytes_per_second": 3e9}]}))
     result = CliRunner().invoke(app, [*given[:-2], "--machine", str(file), "--prefill", "5000", "--json"])
     assert json.loads(result.stdout)["rates"] == {"memory": 3e9}
+
+
+def test_plan_bench_file_of_another_form_is_refused(given, tmp_path):
+    file = tmp_path / "machine.json"
+    file.write_text('{"rows": 5}')
+    result = CliRunner().invoke(app, [*given[:-2], "--machine", str(file)])
+    assert result.exit_code == 1 and "is not what" in result.stderr.replace("\n", " ")
 
 
 def test_plan_runs_without_torch(given, tmp_path):
@@ -285,6 +298,8 @@ def test_plan_runs_without_torch(given, tmp_path):
         (["--memory", "64KiB", "--trace-tokens", "4096"], "holds less than one block"),
         (["--kv-cache-dtype", "int3"], "a KV cache of int3"),
         (["--tp", "3"], "cannot be spread over 3 ranks"),
+        (["--block-size", "1000000"], "choose a smaller block size"),
+        (["--machine", __file__], "is not what `kvtier bench --json` prints"),
         (["--prefill", "soon"], "give tokens a second"),
         (["--server", "http://127.0.0.1:9"], "no vLLM server answers"),
         (["--model", "nobody/nothing-such"], "is no file, no directory"),

@@ -131,6 +131,12 @@ def test_top_shows_engines(store, server):
     assert "127.0.0.1:9" in text and "no vLLM" in text, "one that does not answer says so"
 
 
+def test_top_shows_mean_cache_usage_of_data_parallel_ranks():
+    ranks = "".join(f'vllm:kv_cache_usage_perc{{engine="{rank}"}} {usage}\n' for rank, usage in ((0, 0.9), (1, 0.7)))
+    scrape = Scrape(METRICS + "# TYPE vllm:kv_cache_usage_perc gauge\n" + ranks)
+    assert " 80% " in drawn(*(Reading(at, None, "", {"http://e:1": scrape}) for at in (1.0, 2.0)))
+
+
 def test_top_shows_no_rate_of_restarted_engine():
     before, now = (Reading(at, None, "", {"u": Scrape(counter("pulls", n, "ok"))}) for at, n in ((1.0, 9), (2.0, 1)))
     assert Rates(before, now).of_engine("u", lambda s: s.ours("pulls")) is None

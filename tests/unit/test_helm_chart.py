@@ -137,6 +137,13 @@ def test_chart_options_reach_their_programs():
     assert found["Deployment", "proxy"]["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] == 80
 
 
+@pytest.mark.parametrize(("port", "last"), [(7200, 7215), (65530, 65535)])
+def test_chart_proxy_reaches_the_endpoints_of_data_parallel_ranks(port, last):
+    found = render("--set", f"engine.endpointPort={port}")["NetworkPolicy", "engines"]
+    ports = found["spec"]["ingress"][1]["ports"]
+    assert {"protocol": "TCP", "port": port, "endPort": last} in ports and schema_problems(found) == []
+
+
 def test_chart_large_user_id_is_a_whole_number(tmp_path):
     """As OpenShift assigns them; helm prints a number from a file of values as 1.00068e+09."""
     (values := tmp_path / "values.yaml").write_text("runAsUser: 1000680000", "utf-8")

@@ -236,7 +236,7 @@ def test_store_commands_fail_with_cause(path):
     assert run("clear", "--socket", path, "--all", "--space", "00" * 16).exit_code == 2
     failed = run("store", "--socket", path, "--size", "1000TiB")
     assert failed.exit_code == 1
-    assert run("store", "--socket", path, "--numa", "mars").exit_code == 1
+    assert run("store", "--socket", path, "--numa", "mars").exit_code == 2
 
 
 def test_store_command_serves_until_sigint(path, root):

@@ -39,6 +39,12 @@ def test_store_options_key_readable_by_others_raises(tmp_path):
         StoreOptions(cluster_key_file=str(key))
 
 
+def test_store_options_switches_are_given_alone_or_with_their_value():
+    assert parse(["--disk-preallocate", "--size=1GiB"]) == StoreOptions(disk_preallocate=True, size="1GiB")
+    assert parse(["--show-hidden-metrics=true"]).show_hidden_metrics
+    assert not parse(["--show-hidden-metrics", "false"]).show_hidden_metrics
+
+
 def test_store_options_paths_are_absolute(monkeypatch, tmp_path):
     """A store that an engine starts, and its movers, run in /."""
     monkeypatch.chdir(tmp_path)

@@ -117,7 +117,10 @@ def _sizes(
         tiers["disk"] = parse_bytes(disk, "--disk")
     cache_bytes = parse_bytes(cache, "--gpu-cache") if cache else 0
     rows = []
-    sizes = {name: models.footprint(read, name, tensor_parallel, block) for name in models.codec_names()}
+    try:
+        sizes = {name: models.footprint(read, name, tensor_parallel, block) for name in models.codec_names()}
+    except ValueError as error:
+        raise KVTierError(str(error)) from error
     for name, of in sorted(sizes.items(), key=lambda item: -item[1].stored):
         fits = {tier: of.tokens_in_store(nbytes) for tier, nbytes in tiers.items()}
         if cache_bytes:
@@ -152,7 +155,7 @@ def _rates(load: str, disk: str, prefill: str, machine: Path | None, server: str
     if machine is not None:
         try:
             found |= pays.from_bench(json.loads(machine.read_text("utf-8")))
-        except (OSError, ValueError, KeyError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
             raise KVTierError(f"{machine} is not what `kvtier bench --json` prints: {error}") from error
     if server is not None:
         found |= _measured(server)
@@ -169,10 +172,10 @@ def _measured(url: str) -> dict[str, Any]:
     """Rates that an engine has measured: bytes/s of loads to one rank, tokens/s of prefills."""
     scrape, found = vllm_server.Server(url).metrics(), {}
     if scrape.ours("loads", "ok"):
-        found["memory"] = scrape.ours("planner_bandwidth", "host")
+        found["memory"] = scrape.mean(f"{vllm_server.PREFIX}planner_bandwidth", "host") or 0.0
     spent = scrape.total("vllm:request_prefill_time_seconds_sum")
-    known = scrape.total("vllm:prefix_cache_hits") + scrape.ours("loaded_tokens") + scrape.ours("pulled_tokens")
-    computed = scrape.total("vllm:prompt_tokens") - known
+    brought = sum(scrape.ours(f"{kind}_tokens") for kind in ("loaded", "fetched", "pulled"))
+    computed = scrape.total("vllm:prompt_tokens") - scrape.total("vllm:prefix_cache_hits") - brought
     if spent > 0 and computed > 0:
         found["prefill"] = pays.Prefill.parse(str(computed / spent))
     if not found:

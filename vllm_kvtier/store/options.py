@@ -175,9 +175,12 @@ def help_of(name: str) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     for option in fields(StoreOptions):
+        switch = isinstance(option.default, bool)  # alone as with ``kvtier store``, or with its value
         parser.add_argument(
             f"--{option.name.replace('_', '-')}",
-            type=_truth if isinstance(option.default, bool) else type(option.default),
+            type=_truth if switch else type(option.default),
+            nargs="?" if switch else None,
+            const=True if switch else None,
             default=option.default,
             choices=option.metadata["choices"] or None,
             metavar=None if option.metadata["choices"] else option.name.rpartition("_")[2].upper(),

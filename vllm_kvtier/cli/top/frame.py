@@ -129,7 +129,7 @@ def _engines(now: Reading, rates: Rates, columns: int) -> RenderableType:
         numbers = (
             f"{scrape.total('vllm:num_requests_running'):.0f}",
             f"{scrape.total('vllm:num_requests_waiting'):.0f}",
-            f"{scrape.total('vllm:kv_cache_usage_perc'):.0%}",
+            f"{scrape.mean('vllm:kv_cache_usage_perc') or 0.0:.0%}",
             _number(per_second("vllm:prompt_tokens")),
             _number(per_second("vllm:generation_tokens")),
             _share(per_second("vllm:prefix_cache_hits"), per_second("vllm:prefix_cache_queries")),

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from vllm_kvtier.doctor.engines.endpoint import EndpointProbe, Identity, NoEndpoint, Starting
-from vllm_kvtier.doctor.engines.server import Scrape, Server
+from vllm_kvtier.doctor.engines.server import PREFIX, Scrape, Server
 from vllm_kvtier.doctor.report import Check, fail, ok, unknown, warn
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.vllm_compat.version import OLDEST, SUPPORTED, UNKNOWN, is_tested, parse_release
@@ -120,7 +120,7 @@ def _counted_errors(name: str, metrics: Scrape) -> Iterator[Check]:
         places = ", ".join(f"{place} ({n:.0f})" for place, n in faults.items())
         message = f"errors in vllm-kvtier itself: {places}; after many the engine neither loads nor stores KV"
         yield warn(name, message, "report it with the engine's log, which has their tracebacks")
-    if metrics.gauge("store_up") == 0:
+    if (up := metrics.mean(f"{PREFIX}store_up", "")) is not None and up < 1:
         message = "its node store did not answer, or its memory could not be reached, in the engine's last step"
         yield warn(name, message, "see the engine's log ('serving without the node store') and `kvtier stats`")
     if bad := metrics.ours("integrity_failures"):

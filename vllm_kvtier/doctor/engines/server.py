@@ -4,6 +4,7 @@ import http.client
 import json
 import urllib.error
 import urllib.request
+from collections import Counter
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -68,12 +69,12 @@ class Server:
 
 class Scrape:
     """A reading of ``/metrics``. ``values``: all samples except histogram buckets, summed over other labels than
-    ``kind``; ``least``: of gauges, the smallest. ``has_connector``: whether the engine runs KVTierConnector. ``cache``:
-    labels of vLLM's cache_config_info."""
+    ``kind``; ``series``: how many samples each sum has. ``has_connector``: whether the engine runs KVTierConnector.
+    ``cache``: labels of vLLM's cache_config_info."""
 
     def __init__(self, text: str):
         self.values: Metrics = {}
-        self.least: Metrics = {}
+        self.series: Counter[tuple[str, str | None]] = Counter()
         self.cache: dict[str, str] = {}
         self.has_connector = False
         try:
@@ -87,8 +88,7 @@ class Scrape:
                     kind = sample.labels.get("kind") if family.name.startswith(PREFIX) else None
                     key = sample.name.removesuffix("_total"), kind
                     self.values[key] = self.values.get(key, 0.0) + sample.value
-                    if family.type == "gauge":
-                        self.least[key] = min(self.least.get(key, sample.value), sample.value)
+                    self.series[key] += 1
         except ValueError as error:
             raise KVTierError(f"/metrics cannot be read: {error}") from error
 
@@ -102,9 +102,10 @@ class Scrape:
             return self.total(PREFIX + name)
         return self.values.get((PREFIX + name, kind), 0.0)
 
-    def gauge(self, name: str) -> float | None:
-        """The smallest over engines (data-parallel ranks) of a gauge without kinds; None: not exported."""
-        return self.least.get((PREFIX + name, ""))
+    def mean(self, name: str, kind: str | None = None) -> float | None:
+        """Of a gauge (its name with its prefix), over engines: data-parallel ranks. None: not exported."""
+        key = name, kind
+        return self.values[key] / self.series[key] if key in self.values else None
 
     def stores_skipped(self) -> dict[str, float]:
         """Blocks that are not in the store, by reason."""
