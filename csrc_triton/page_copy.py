@@ -17,6 +17,7 @@ Addition modulo 2^64 commutes, so the result depends neither on the number of pr
 """
 
 import ctypes
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
@@ -230,7 +231,7 @@ class LaunchSetup(NamedTuple):
     start: Start | None = None
 
 
-class Launches:
+class Launches(ABC):
     """The kernels of copies of one group's blocks in one direction, with all arguments that do not change.
 
     The first launch compiles (about a second). Later ones pass the compiled kernels and prepared arguments to the
@@ -282,9 +283,9 @@ class Launches:
         if self._start is not None and all(_plain(c) for c, *_ in compiled):
             self._ready = [_Prepared(*kernel) for kernel in compiled]
 
+    @abstractmethod
     def _by_triton(self, table: int, n: int) -> list[tuple]:
         """The compiled kernels, in the order of launches, each with the arguments of :class:`_Prepared`."""
-        raise NotImplementedError
 
     def _begin(self, table: int, n: int) -> tuple:
         grid = (-(-n // _BEGIN_ROWS),)
