@@ -16,6 +16,9 @@ prefill while the next one is computed (--engine-args "--max-num-batched-tokens 
 engines. Then ``pulled`` is the time from the request to the first chunk, prefill included, and ``after`` is to be
 compared.
 
+``--decodes N``: then the same with N requests that decode there, whose time between tokens is given beside the pulls
+(from the hand-off to the first chunk) and without them.
+
 Also the rate at which the workers read (kvtier: its counters; NixlConnector: vLLM's histogram of transfers).
 
     python benchmarks/pd.py --model benchmarks/models/qwen3-8b-shapes --dummy --gpus 0 1 --lengths 2048 8192 32768
@@ -45,7 +48,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
-from tiers import bytes_per_token, other_tree, prepare, turns
+from decodes import Decodes
+from tiers import JSON, bytes_per_token, other_tree, percentile, prepare, turns
 
 from vllm_kvtier.devtools.engines import Engine, kvtier
 from vllm_kvtier.devtools.processes import ServiceFailed, free_port, kill_all
@@ -68,22 +72,26 @@ class Answer(NamedTuple):
         return self.first - self.start
 
 
+def body_of(prompt: str, params: Mapping | None, tokens: int, stream: bool) -> bytes:
+    body: dict[str, Any] = {
+        "model": "model", "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": stream
+    }  # fmt: skip
+    if params:
+        body["kv_transfer_params"] = params
+    return f'{json.dumps(body)[:-1]}, "prompt": {prompt}}}'.encode()
+
+
 class Side:
     """An engine and a connection to it that stays open, as a router's does."""
 
     def __init__(self, engine: Engine):
         self.engine = engine
-        self._http = httpx.Client(base_url=engine.base_url, timeout=300)
+        limits = httpx.Limits(max_connections=None)
+        self._http = httpx.Client(base_url=engine.base_url, timeout=300, limits=limits)
 
     def ask(self, prompt: str, params: Mapping | None, tokens: int, stream: bool) -> Answer:
         """``prompt``: token ids as JSON: encoding a long one takes as long as a step."""
-        body: dict[str, Any] = {
-            "model": "model", "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": stream
-        }  # fmt: skip
-        if params:
-            body["kv_transfer_params"] = params
-        content = f'{json.dumps(body)[:-1]}, "prompt": {prompt}}}'.encode()
-        request = {"content": content, "headers": {"Content-Type": "application/json"}}
+        request = {"content": body_of(prompt, params, tokens, stream), "headers": JSON}
         start = time.perf_counter()
         if not stream:
             response = self._http.post("/v1/completions", **request)
@@ -97,6 +105,9 @@ class Side:
                     firsts.append(time.perf_counter())
                     last = json.loads(line[6:])
         return Answer(start, firsts[0], last)
+
+    def decode(self, prompts: list[str], tokens: int) -> Decodes:
+        return Decodes(self._http, [body_of(prompt, None, tokens, True) for prompt in prompts])
 
     def metrics(self, pattern: str) -> float:
         """Sum of all samples whose name matches."""
@@ -149,6 +160,27 @@ def one(p: Side, d: Side, follows: bool, fresh: str, other: str | None) -> Taken
     return Taken({name: value * 1000 for name, value in seconds.items()}, after[0] - before[0], after[1] - before[1])
 
 
+def beside(p: Side, d: Side, follows: bool, prompts: list[str], decodes: Decodes) -> dict[str, Any]:
+    """Milliseconds: the first tokens of ``prompts``, and between tokens of ``decodes``."""
+    spans, after = [], []
+    decodes.flowing()
+    for prompt in prompts:
+        time.sleep(0.5)  # without pulls
+        if follows:
+            prefill, pulled = follow(p, d, prompt)
+        else:
+            prefill = p.ask(prompt, {"do_remote_decode": True, "do_remote_prefill": False}, 1, False)
+            pulled = d.ask(prompt, prefill.last["kv_transfer_params"], 2, True)
+        spans.append((pulled.start, pulled.first))
+        after.append(1e3 * (pulled.first - prefill.first))
+    decodes.stop()
+    row = {"decodes": len(decodes.times), "after": round(statistics.median(after), 1)}
+    for name, gaps in (("quiet", decodes.gaps(spans, outside=True)), ("beside", decodes.gaps(spans))):
+        row |= {f"{name}_p{q}": round(percentile(gaps, q / 100), 2) for q in (50, 90, 99)}
+        row |= {f"{name}_mean": round(statistics.mean(gaps), 2), f"{name}_max": round(max(gaps), 2)}
+    return row
+
+
 def summary(connector: str, length: int, taken: list[Taken]) -> dict[str, Any]:
     row: dict[str, Any] = {"connector": connector, "tokens": length, "n": len(taken)}
     for name in NAMES:
@@ -168,7 +200,8 @@ def pair(connector: str, args: argparse.Namespace, model: Path) -> tuple[Engine,
     engines = []
     name, _, tree = connector.partition(":")
     flags = [*(["--load-format", "dummy"] if args.dummy else []), *args.engine_args]
-    cache = int(args.cache_gib * (1 << 30)) or 3 * (max(args.lengths) + 64) * bytes_per_token(model)
+    longest = max(max(args.lengths) + 64, args.decodes and args.decode_tokens + 128)
+    cache = int(args.cache_gib * (1 << 30)) or (3 + args.decodes) * longest * bytes_per_token(model)
     if args.gpus:  # the connectors' engines share the devices
         flags += ["--gpu-memory-utilization", "0.05"]  # its size is given: more need not be free
     for side, gpus in (("p", args.gpus[:1]), ("d", args.gpus[1:])):
@@ -182,7 +215,7 @@ def pair(connector: str, args: argparse.Namespace, model: Path) -> tuple[Engine,
         engines.append(
             Engine(
                 model, name=f"{connector.replace(':', '-')}-{side}", kv=kv, env=env, gpus=gpus, log_dir=args.logs,
-                max_model_len=max(args.lengths) + 64, kv_cache_bytes=cache // ranks, tensor_parallel=ranks,
+                max_model_len=longest, kv_cache_bytes=cache // ranks, tensor_parallel=ranks,
                 args=flags, python=args.python, ready_seconds=args.ready,
             )
         )  # fmt: skip
@@ -214,7 +247,15 @@ def run(args: argparse.Namespace, model: Path, measures: Callable[[], None]) -> 
     def prompt(length: int) -> str:
         return json.dumps([rng.randrange(1000, args.vocab) for _ in range(length)])
 
-    rows = []
+    rows: list[dict] = []
+    latency: list[dict] = []
+
+    def publish(row: dict, to: list[dict]) -> None:
+        to.append(row)
+        print(json.dumps(row), flush=True)
+        if args.out:  # a run that is killed leaves what there is
+            args.out.write_text(json.dumps(rows + latency, indent=1) + "\n")
+
     try:
         for engine in engines:
             engine.start()
@@ -233,10 +274,14 @@ def run(args: argparse.Namespace, model: Path, measures: Callable[[], None]) -> 
                     if i >= warm_up:
                         taken[connector].append(values)
             for connector in connectors:
-                rows.append(summary(connector, length, taken[connector]))
-                print(json.dumps(rows[-1]), flush=True)
-            if args.out:  # after each length, so that a crash leaves what there is
-                args.out.write_text(json.dumps(rows, indent=1) + "\n")
+                publish(summary(connector, length, taken[connector]), rows)
+        for length in args.lengths if args.decodes else ():
+            for connector in connectors:
+                p, d = sides[connector.removesuffix(FOLLOW)]
+                decodes = d.decode([prompt(64) for _ in range(args.decodes)], args.decode_tokens)
+                prompts = [prompt(length) for _ in range(args.decode_pulls)]
+                row = beside(p, d, connector.endswith(FOLLOW), prompts, decodes)
+                publish({"connector": connector, "tokens": length, **row}, latency)
     finally:
         for engine in engines:
             engine.terminate()
@@ -265,6 +310,9 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048])
     parser.add_argument("--repeats", type=int, nargs="+", default=[5], help="by length; the last one: of all others")
     parser.add_argument("--computed", type=int, default=1 << 30, help="longest prompt that D computes")
+    parser.add_argument("--decodes", type=int, default=0, help="requests that decode beside further pulls")
+    parser.add_argument("--decode-pulls", type=int, default=8, help="by connector and length")
+    parser.add_argument("--decode-tokens", type=int, default=4096, help="of each of them at most")
     parser.add_argument("--layers", type=int, help="instead of the model's number of layers, for smaller GPUs")
     parser.add_argument("--connectors", nargs="+", default=["kvtier", "nixl"])
     parser.add_argument("--options", type=json.loads, default={}, help="JSON, more options of our connector")

@@ -33,6 +33,10 @@ FOLDER = "KVTIER_TIMELINE"
 HOOKS = {
     "vllm.v1.core.sched.scheduler": {"Scheduler": "schedule update_from_output"},
     "vllm.v1.engine.core": {"EngineCore": "add_request"},
+    "vllm.v1.worker.gpu.model_runner": {
+        "GPUModelRunner": "execute_model add_requests prepare_inputs prepare_attn sample_tokens"
+    },
+    "vllm.v1.worker.gpu.cudagraph_utils": {"ModelCudaGraphManager": "run_fullgraph"},
     "vllm.v1.engine.output_processor": {"OutputProcessor": "process_outputs"},
     "vllm_kvtier.connector": {
         "KVTierConnector": "get_num_new_matched_tokens update_state_after_alloc build_connector_meta "

@@ -54,17 +54,15 @@ import math
 import random
 import statistics
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from decodes import Decodes
 from tiers import (
     HOST_HITS,
-    JSON,
     TAIL,
     Peer,
-    PeerFailed,
     add_arguments,
     facts,
     guarded,
@@ -227,54 +225,6 @@ def many(peers: list[Peer], args: argparse.Namespace, results: Results, deadline
             })  # fmt: skip
 
 
-class Decodes:
-    """Requests that decode until stopped, with the time of each of their tokens."""
-
-    def __init__(self, peer: Peer, vocab: int, tokens: int):
-        self._peer, self._stop = peer, threading.Event()
-        self.times: list[list[float]] = [[] for _ in range(DECODES)]
-        rng = random.Random()  # never hits
-        self._pool = ThreadPoolExecutor(DECODES)
-        self._done = [
-            self._pool.submit(self._read, times, peer.body(random_prompt(rng, vocab, 64), tokens))
-            for times in self.times
-        ]
-
-    def _read(self, times: list[float], body: bytes) -> None:
-        with self._peer.client.stream("POST", "/v1/completions", content=body, headers=JSON) as response:
-            response.raise_for_status()
-            for line in response.iter_lines():
-                if line.startswith("data: {"):
-                    times.append(time.perf_counter())
-                if self._stop.is_set():
-                    return  # closes the connection: vLLM aborts the request
-
-    def flowing(self) -> None:
-        """Until each has given a few tokens."""
-        while min(map(len, self.times)) < 8:
-            for done in self._done:
-                if done.done():
-                    done.result()
-                    raise PeerFailed("a decode ended early; is --decode-tokens too small?")
-            time.sleep(0.01)
-
-    def stop(self) -> None:
-        self._stop.set()
-        for done in self._done:
-            done.result()
-        self._pool.shutdown()
-
-    def gaps(self, inside: list[tuple[float, float]] | None = None, outside: bool = False) -> list[float]:
-        """Between consecutive tokens; only those that touch one of the spans, or none of them."""
-        found = []
-        for times in self.times:
-            for a, b in zip(times[4:], times[5:], strict=False):
-                touches = any(a < end and b > begin for begin, end in inside or [])
-                if inside is None or touches != outside:
-                    found.append((b - a) * 1000)
-        return found
-
-
 def itl(peers: list[Peer], args: argparse.Namespace, results: Results) -> None:
     for peer in list(peers):
         for source in ("host", "fresh"):
@@ -294,7 +244,8 @@ def decode_latency(peer: Peer, source: str, args: argparse.Namespace) -> dict:
             peer.settle(before, len(prompt))
         peer.forget()
     hits = peer.total(HOST_HITS)
-    decodes = Decodes(peer, vocab, args.decode_tokens)
+    bodies = [peer.body(random_prompt(rng, vocab, 64), args.decode_tokens) for _ in range(DECODES)]  # these never hit
+    decodes = Decodes(peer.client, bodies)
     spans = []
     try:
         decodes.flowing()
