@@ -80,7 +80,7 @@ class FakeTier(Tier):
         done([good(block) for block in blocks])
 
     def seconds(self, nbytes):
-        return nbytes / 1e6
+        return (nbytes + sum(module._nbytes(blocks) for blocks, _ in self.reads)) / 1e6
 
     def latency(self):
         return 0.0 if self.at_once else 0.02

@@ -164,7 +164,8 @@ class Promotion:
     def expected(self, job: PromotionJob) -> TierQuery:
         """The expected result of a job: the end of its blocks as far as known, the seconds until they are in memory,
         and the seconds until more is known."""
-        arrive = max((s.tier.seconds(self._left_bytes[s.tier]) for s in job.waits_for), default=0.0)
+        tiers = {read.tier for read in job.waits_for}  # they count what is in flight themselves
+        arrive = max((tier.seconds(self._left_bytes[tier] - self._in_flight[tier]) for tier in tiers), default=0.0)
         if job.asking is None:
             return TierQuery(job.num_hash_blocks, arrive, 0.0)
         if job.status is None or job.asked is None:
