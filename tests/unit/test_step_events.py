@@ -263,6 +263,21 @@ def test_pull_that_waits_for_the_drafts_is_not_taken_for_lost(engine):
     assert [result.failed for result in results + worker.collect().results] == [False] and pair.equal(5, 3)
 
 
+def test_pull_that_begins_before_the_drafts_is_polled(engine):
+    """The engine that it reads is connected, so that the model runner's thread begins it, and the step has nothing else
+    for the reactor, which alone sees its end where the cache is not on a device, and ends an agent that failed."""
+    pair, connector = engine.pair, engine.connector
+    pair.there.compute_checksums([batch_of([3, 4])], None)
+    assert not pair.run(pair.order(pull_of([6], [4]))).failed
+    connector._drafts = True
+    connector.bind_connector_metadata(StepMetadata(StepWork(1, pulls=[pair.order(pull_of([5], [3]))])))
+    engine.device.launch()
+    connector.get_finished(set())
+    connector.wait_for_save()
+    [result] = engine.drive()
+    assert not result.failed and pair.equal(5, 3)
+
+
 def test_sync_loads_wait_for_work_launched_before(engine):
     begun = []
     engine.with_store_and_peers()

@@ -156,6 +156,7 @@ class KVTierConnectorWorker:
             self.drafting = work
             if work.pulls:
                 attempt("pulls", self._exchange.start_pulls, work, self._event_before(work))
+                self._reactor.call_soon(self._exchange.poll_soon)
         else:
             attempt("step", self._launched, work)
 
