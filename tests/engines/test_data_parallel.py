@@ -26,8 +26,7 @@ def devices(first: int, count: int) -> tuple[int, ...]:
 def engine(model_path, log_dir, folder, name: str, gpus=(), tensor_parallel: int | None = None, args=()) -> Engine:
     common = flags()
     common["args"] = (*common["args"], *args)
-    # Data parallel ranks add their number to a port that is fixed; and here each has one of its own.
-    kv = kvtier({**NEAR, "endpoint_port": 0 if args else free_port()})
+    kv = kvtier({**NEAR, "endpoint_port": free_port()})  # to which data-parallel ranks add their number
     return Engine(
         model_path, name=name, kv=kv, gpus=gpus, tensor_parallel=tensor_parallel, log_dir=log_dir,
         env=store_env(folder), worker_process=True, **common,

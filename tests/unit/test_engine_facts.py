@@ -174,6 +174,15 @@ def test_engine_info_of_states_needs_a_release_that_stops_at_the_end_of_a_block(
         assert not engine_info(configure(), cache(FULL)).unsupported
 
 
+@pytest.mark.parametrize("size", [1, 4])  # of dense models, whose ranks vLLM makes independent; of experts
+def test_engine_info_tells_data_parallel_ranks_apart(configure, size):
+    config = configure()
+    parallel = config.parallel_config
+    parallel.data_parallel_size, parallel.data_parallel_index = size, 3
+    parallel.data_parallel_rank = 3 if size > 1 else 0
+    assert engine_info(config, cache(FULL)).data_parallel_rank == 3, "each listens on a port of its own"
+
+
 @pytest.mark.parametrize(("method", "chained", "hashed", "ahead"), [
     (None, 0, 0, 0), ("ngram", 0, 0, 0), ("draft_model", 0, 0, 0), ("eagle", 1, 0, 1), ("mtp", 3, 0, 3),
     ("mtp", 3, 1, 2), ("eagle", 1, 1, 0),

@@ -113,7 +113,8 @@ def engine_info(vllm_config: Any, kv_cache_config: Any) -> EngineInfo:
         left_behind=left_behind(kv_cache_config),
         world_size=parallel.tensor_parallel_size * parallel.pipeline_parallel_size,
         tensor_parallel=parallel.tensor_parallel_size,
-        data_parallel_rank=parallel.data_parallel_rank,
+        # vLLM sets ``data_parallel_rank`` to 0 in each rank of a dense model.
+        data_parallel_rank=parallel.data_parallel_index,
         max_tokens=vllm_config.model_config.max_model_len,
         # 1 if this vLLM does not tell
         hash_lookahead=trials.hash_lookahead(vllm_config) if granted(Feature.HANDOFFS) else 1,
