@@ -223,6 +223,17 @@ def test_options_quantizing_environment_variable_counts(monkeypatch):
     assert "VLLM_MARLIN_INPUT_DTYPE=int8" in before.mismatch(of())
 
 
+def test_options_quantization_by_environment_counts_with_its_file(monkeypatch, tmp_path):
+    file, found = tmp_path / "humming.json", {of()}
+    for given in ('{"b_dtype": "int4"}', '{"b_dtype": "int8"}'):
+        monkeypatch.setenv("VLLM_HUMMING_ONLINE_QUANT_CONFIG", given)
+        found.add(of())
+        file.write_text(given)
+        monkeypatch.setenv("VLLM_HUMMING_ONLINE_QUANT_CONFIG", str(file))
+        found.add(of())
+    assert len(found) == 5
+
+
 def test_option_text_is_short_and_names_values():
     many = {f"option_{i}": "x" * i for i in range(60)}
     words = {options.format_options(many | {"option_59": last}) for last in ("a", "b")}

@@ -119,10 +119,13 @@ TABLE = {
 }  # fmt: skip
 _OTHER = {name: frozenset(fields.other.split()) for name, fields in TABLE.items()}
 
-# vLLM's environment variables that quantize activations or choose how videos are read.
+# vLLM's environment variables that quantize weights, activations or what ranks send each other, draw a token's experts
+# at random (for benchmarks), or choose how videos are read.
 VARIABLES = (
-    "VLLM_MARLIN_INPUT_DTYPE", "VLLM_ROCM_MUSE_MOE_ONLINE_QUANT", "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION",
-    "VLLM_VIDEO_LOADER_BACKEND",
+    "VLLM_B12X_MOE_FP4_FORCE_A16", "VLLM_CPU_INT4_W4A8", "VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE",
+    "VLLM_HUMMING_INPUT_QUANT_CONFIG", "VLLM_HUMMING_ONLINE_QUANT_CONFIG", "VLLM_MARLIN_INPUT_DTYPE",
+    "VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "VLLM_ROCM_MUSE_MOE_ONLINE_QUANT", "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION",
+    "VLLM_ROCM_USE_AITER_MOE_A4W4_DSV4", "VLLM_VIDEO_LOADER_BACKEND",
 )  # fmt: skip
 # Paths of files whose content counts.
 _FILES = {"mm_encoder_fp8_scale_path"}
@@ -136,7 +139,8 @@ _MEDIA_BY_LENGTH = {
 def engine_options(vllm_config: Any) -> str:
     """All options that count, as text; "" if all are at their defaults."""
     found = dict(changed(vllm_config)) | dict(by_length(vllm_config))
-    found |= {name: os.environ[name] for name in VARIABLES if name in os.environ}
+    given = {name: os.environ[name] for name in VARIABLES if name in os.environ}
+    found |= {name: _content(text) if os.path.isfile(text) else text for name, text in given.items()}  # of HUMMING's
     return format_options(found)
 
 
