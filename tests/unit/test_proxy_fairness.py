@@ -353,3 +353,21 @@ async def test_fairness_covers_passthrough_routes():
         c.d[0].hold.set()
         assert [(await task).status_code for task in (quiet, *flood[:2])] == [200] * 3
         assert c.core.state()["counts"]["displaced"] == 1
+
+
+async def test_fairness_pictures_count_for_tokens_not_bytes():
+    def picture(i: int) -> dict:
+        url = {"url": f"data:image/png;base64,{i}" + "A" * 1_000_000}
+        content = [{"type": "text", "text": f"f{i}"}, {"type": "image_url", "image_url": url}]
+        return {"model": "m", "messages": [{"role": "user", "content": content}]}
+
+    async with Cluster(p=1, engine_requests=1) as c:
+        flood = await _flooded(c, 1)  # now both engines are taken
+        calls = [c.client.post("/v1/chat/completions", json=picture(i), headers=FLOOD) for i in range(3)]
+        calls += [c.chat(f"{i}" + " q" * 2000, headers=QUIET) for i in range(9)]
+        tasks = [asyncio.create_task(call) for call in calls]
+        await c.until(lambda: sum(map(c.core.admission.waiting, ("prefill", "decode"))) == 13)
+        c.d[0].hold.set()
+        assert {reply.status_code for reply in await asyncio.gather(*flood, *tasks)} == {200}
+        pictures = [i for i, content in enumerate(_asked(c.d[0])) if isinstance(content, list)]
+        assert len(pictures) == 3 and pictures[-1] <= 8, "about as many tokens as a text of 4,000 characters"

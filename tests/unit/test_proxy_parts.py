@@ -364,6 +364,17 @@ def test_route_table_common_system_prompt_is_no_match():
     assert found(table, chat("long system prompt", "ok", "question 2")) is None
 
 
+def test_pictures_differ_and_count_for_tokens_not_bytes():
+    def picture(letter):
+        return [{"type": "image_url", "image_url": {"url": "data:image/png;base64," + letter * 1_000_000}}]
+
+    table = table_with(chat(picture("A")), chat(picture("B")))
+    again = chat(picture("B"), "a1", "u2")
+    assert found(table, again) == 1 and found(table, chat(picture("C"), "a1", "u2")) is None
+    assert again.prompt_chars < 5000 and name_conversation(TENANTS, b"a", again).pieces[-1].tokens < 1250
+    assert bytes(again.fields["messages"]).count(b"B") >= 1_000_000, "engines get the picture"
+
+
 def test_route_table_key_includes_tenant_and_model():
     for request in (
         chat("u1"),

@@ -17,7 +17,7 @@ from vllm_kvtier.proxy.engines.fleet import Fleet
 from vllm_kvtier.proxy.kv_events.index import PromptTokens
 from vllm_kvtier.proxy.messages.buffers import Buffers, Held
 from vllm_kvtier.proxy.messages.request_bodies import ClientRequest, Route
-from vllm_kvtier.proxy.messages.tokenization import has_media, read_tokens, tokenize_body
+from vllm_kvtier.proxy.messages.tokenization import read_tokens, tokenize_body
 from vllm_kvtier.proxy.routing.conversations import CHARS_PER_TOKEN, Name
 from vllm_kvtier.proxy.routing.prompt import Prompt
 
@@ -131,4 +131,4 @@ def _is_plain(request: ClientRequest) -> bool:
     """Whether /tokenize makes the tokens of this prompt."""
     if request.prompt is None or request.get("truncate_prompt_tokens") is not None:
         return False
-    return request.route is not Route.CHAT or not has_media(request.prompt)
+    return not request.has_media

@@ -41,6 +41,11 @@ _NULL = msgspec.Raw(b"null")
 _UUID = (b"uuid", *(b"\\u%04x" % letter for letter in b"uid"))  # as it may be written in JSON
 _MAX_ID_CHARS = 256
 
+# Parts of a message that the template renders as text.
+_TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "thinking")
+# What a picture, or other media, counts for at most: 1,024 tokens, however many bytes it is sent in.
+_MAX_MEDIA_CHARS = 4096
+
 # Parsing blocks the event loop, and a list takes fifty times as much memory as `[]`. No engine takes as many tokens,
 # and no route has a tenth of the fields.
 _MAX_VALUES = 1 << 21
@@ -69,7 +74,8 @@ class ClientRequest:
 
     Attributes: ``route``; ``fields`` (raw JSON by name, to be forwarded); ``stream``; ``model``; ``conversation_id``
     and ``client_salt`` (consumed, or None); ``prompt`` (messages, text or token ids; None if there is no single
-    prompt); ``prompt_chars``: its approximate length in characters, where a token counts as four.
+    prompt); ``prompt_chars``: its approximate length in characters, where a token counts as four; ``has_media``: a
+    message has a part that is not text; of a large one ``prompt`` has a hash.
     """
 
     def __init__(self, route: Route, body: bytes, *, header_conversation_id: str | None = None):
@@ -90,6 +96,8 @@ class ClientRequest:
         self.stream = self.get("stream") is True
         model = self.get("model")
         self.model = model if isinstance(model, str) else ""
+        self.has_media = False
+        self._extra_chars = 0  # of media, that count for nothing
         self.prompt = self._single_prompt()
         self._has_prompt = self.prompt is not None
         self.prompt_chars = self._count_chars()
@@ -162,11 +170,21 @@ class ClientRequest:
         remove_transfer_fields(sampling, "extra_args")
         return sampling
 
+    def _media(self, part: dict[str, Any]) -> Any:
+        """What ``prompt`` has of a part that is not text."""
+        self.has_media = True
+        encoded = msgspec.json.encode(part, order="sorted")
+        extra = len(encoded) - _MAX_MEDIA_CHARS
+        if extra <= 0:
+            return part
+        self._extra_chars += extra
+        return str(hash(encoded)).ljust(_MAX_MEDIA_CHARS)
+
     def _count_chars(self) -> int:
         if self.prompt is None:
             return 0
         if self.route is Route.CHAT:
-            return len(self.fields["messages"])
+            return max(0, len(self.fields["messages"]) - self._extra_chars)
         return len(self.prompt) if isinstance(self.prompt, str) else 4 * len(self.prompt)
 
     def _single_prompt(self) -> Any:
@@ -176,7 +194,14 @@ class ClientRequest:
             return tokens if valid else None
         if self.route is Route.CHAT:
             messages = self.get("messages")
-            return messages if isinstance(messages, list) and messages else None
+            if not (isinstance(messages, list) and messages):
+                return None
+            for message in messages:
+                content = message.get("content") if isinstance(message, dict) else None
+                for index, part in enumerate(content if isinstance(content, list) else ()):
+                    if isinstance(part, dict) and part.get("type", "text") not in _TEXT_PARTS:
+                        content[index] = self._media(part)
+            return messages
         if self.get("prompt_embeds") is not None:
             return None  # vLLM counts them as additional prompts
         prompt = self.get("prompt")

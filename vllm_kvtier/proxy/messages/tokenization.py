@@ -17,9 +17,6 @@ _COMPLETION = ("model", "add_special_tokens")
 # Fields of a chat request that vLLM gives to the template; /tokenize takes them in one object.
 _TEMPLATE_FIELDS = ("documents", "reasoning_effort")
 
-# Parts of a message that the template renders as text.
-_TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "thinking")
-
 
 class Tokenized(msgspec.Struct):
     tokens: list[int]
@@ -49,13 +46,3 @@ def read_tokens(document: bytes) -> Tokenized | None:
         return _TOKENIZED.decode(document)
     except UNREADABLE:
         return None
-
-
-def has_media(messages: list[Any]) -> bool:
-    """Whether a message of a chat has a part that is not text."""
-    for message in messages:
-        content = message.get("content") if isinstance(message, dict) else None
-        for part in content if isinstance(content, list) else ():
-            if isinstance(part, dict) and part.get("type", "text") not in _TEXT_PARTS:
-                return True
-    return False

@@ -34,7 +34,7 @@ from vllm_kvtier.proxy.deadlines import time_limit
 from vllm_kvtier.proxy.engines.engine import Engine, EngineFailure, EngineSlot
 from vllm_kvtier.proxy.messages.incoming_request import Incoming
 from vllm_kvtier.proxy.messages.request_bodies import BadRequest, ClientRequest, Route
-from vllm_kvtier.proxy.messages.tokenization import has_media, read_tokens, tokenize_body
+from vllm_kvtier.proxy.messages.tokenization import read_tokens, tokenize_body
 from vllm_kvtier.proxy.routes.client_answer import JSON, Answer, forwarded, unavailable
 
 logger = get_logger(__name__)
@@ -64,7 +64,7 @@ def read_query(body: bytes) -> ClientRequest:
         raise BadRequest("A query needs exactly one prompt, and not an empty one.", param=given[0])
     if request.get("truncate_prompt_tokens") is not None:
         raise BadRequest("A query cannot truncate its prompt.", param="truncate_prompt_tokens")
-    if request.route is Route.CHAT and has_media(request.prompt):
+    if request.has_media:
         raise BadRequest("A query covers text only.", param="messages")
     return request
 
