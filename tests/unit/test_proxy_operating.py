@@ -10,6 +10,7 @@ from vllm_kvtier.errors import ConfigError
 from vllm_kvtier.proxy.engines.engine_http import EngineFailure
 from vllm_kvtier.proxy.keys import ApiKeys
 from vllm_kvtier.proxy.logs import AddRequestId
+from vllm_kvtier.wire.auth import ClusterKey
 
 ANN, BOB, ADMIN = "ann-0123456789abcdef", "bob-0123456789abcdef", "adm-0123456789abcdef"
 
@@ -39,6 +40,27 @@ async def test_ready_after_first_engine_answers():
         await c.d[0].start()
         await c.until(lambda: c.core.ready)
         assert (await c.client.get("/ready")).status_code == 200
+
+
+async def test_proxies_with_one_cluster_key_have_one_salt(tmp_path, caplog):
+    """Otherwise a restart of the proxy would make all that engines and stores have useless."""
+    caplog.set_level(logging.INFO)
+    key, own = tmp_path / "cluster.key", tmp_path / "salt"
+    ClusterKey.create(str(key))
+    own.write_text("0123456789abcdef")
+
+    async def salt(**options) -> str:
+        caplog.clear()
+        async with Cluster(p=0, d=1, **options) as c:
+            await c.chat("hello")
+            return c.d[0].seen[0].body["cache_salt"]
+
+    first = await salt(cluster_key_file=str(key))
+    assert first == await salt(cluster_key_file=str(key))
+    other = await salt(cluster_key_file=str(key), salt_secret_file=str(own))
+    assert first != other == await salt(salt_secret_file=str(own))
+    assert "salts are random" not in caplog.text
+    assert await salt() not in (first, other) and "salts are random" in caplog.text
 
 
 # ---------------------------------------------------------------- drains

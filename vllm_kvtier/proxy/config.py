@@ -208,7 +208,8 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     admin_key_file: str | None = None
     #: Take the tenant from the header X-Tenant. Use it only behind a gateway that sets this header.
     trust_tenant_header: bool = False
-    #: File with the secret for the tenants' salts. Proxies that share engines need the same secret; None: random.
+    #: File with the secret for the tenants' salts; None: the cluster key, without one random. With another secret than
+    #: before, or than another proxy of the same engines, KV of earlier requests is not found.
     salt_secret_file: str | None = None
     #: File with the cluster key of the engines' endpoints, if they have one; used to release exports and for queries.
     cluster_key_file: str | None = None

@@ -44,8 +44,13 @@ class ProxyCore:
     def __init__(self, config: ProxyConfig, release: ReleaseCall | None = None, *, probe_on_start: bool = True):
         self.config = config
         self.draining = False
-        self.tenants = Tenants.from_file(config.salt_secret_file, trust_header=config.trust_tenant_header)
         cluster_key = _cluster_key(config)
+        self.tenants = _tenants(config)
+        if config.salt_secret_file is None and config.cluster_key_file is None:
+            logger.info(
+                "kvtier: proxy: no salt_secret_file: salts are random, and after a restart of the proxy KV of earlier "
+                "requests is not found"
+            )
         self.bodies, self.answers = Buffers(config.max_buffered_bytes), Buffers(config.max_buffered_bytes)
         self.routes = RouteTable(config.max_conversations, config.conversation_ttl)
         self.prefixes = PrefixMemory(config.max_prefixes)
@@ -142,6 +147,11 @@ def _cluster_key(config: ProxyConfig) -> ClusterKey | None:
     return None if config.cluster_key_file is None else ClusterKey.load(config.cluster_key_file)
 
 
+def _tenants(config: ProxyConfig) -> Tenants:
+    secret = config.salt_secret_file or config.cluster_key_file
+    return Tenants.from_file(secret, trust_header=config.trust_tenant_header)
+
+
 def _read_keys(config: ProxyConfig) -> tuple[ApiKeys | None, ApiKeys | None]:
     """(keys of clients, key of the operator). Raises ConfigError."""
     admin = config.admin_key_file
@@ -154,8 +164,8 @@ def _read_keys(config: ProxyConfig) -> tuple[ApiKeys | None, ApiKeys | None]:
 def check_secrets(config: ProxyConfig) -> None:
     """Raise ConfigError if ``ProxyCore`` would; called before the server listens."""
     _read_keys(config)
-    Tenants.from_file(config.salt_secret_file, trust_header=config.trust_tenant_header)
     _cluster_key(config)
+    _tenants(config)
     for role in ROLES:
         for address in getattr(config, role):
             Engine(role, 0, address, config)
