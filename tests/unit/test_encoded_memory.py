@@ -111,6 +111,27 @@ def test_encoded_memory_rows_from_before_a_reset_are_bad():
     assert pair.run(pair.order(pull_of([5, 6], [3, 4]))).bad_blocks == {6}
 
 
+def test_encoded_memory_rows_that_are_being_encoded_at_a_reset_are_bad(monkeypatch):
+    """A device encodes behind the step's end. vLLM gives the blocks to other requests after the reset: encoded then,
+    they would have other content under the old keys."""
+    pair = Pair(codec="int8")
+    copier, queued = pair.there._copier, []
+    store = copier.store
+
+    def idle():
+        if queued:
+            store(*queued.pop(0))
+        return not queued
+
+    monkeypatch.setattr(copier, "store", lambda *order: queued.append(order))
+    monkeypatch.setattr(copier, "idle", idle)
+    pair.there.compute_checksums([batch_of([3]), batch_of([4])], None)
+    pair.there.clear_checksums()
+    for order in queued:
+        store(*order)
+    assert pair.run(pair.order(pull_of([5, 6], [3, 4]))).bad_blocks == {5, 6}
+
+
 def test_encoded_memory_geometry_matches_same_codec_only():
     view = cache_of_numbers(4, 1)
     kinds = {name: EncodedMemory(view, [codecs.get(name)]).geometry() for name in ("int8", "fp8")}

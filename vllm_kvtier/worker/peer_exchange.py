@@ -339,9 +339,9 @@ class PeerExchange:
         """Poll for ``POLL_RUN_SECONDS``; the pause until the next call, None if nothing is under way."""
         end = time.monotonic() + POLL_RUN_SECONDS
         while True:
-            while self._checksums and self._checksums[0][1].done():
-                self._send(lm.ChecksumsReady(self._rank, self._checksums.pop(0)[0]))
             with self.lock:
+                while self._checksums and self._checksums[0][1].done():
+                    self._send(lm.ChecksumsReady(self._rank, self._checksums.pop(0)[0]))
                 pulling = self.pulls is not None and self.pulls.active
                 for result in self.pulls.poll() if pulling else ():
                     self._finish(result)

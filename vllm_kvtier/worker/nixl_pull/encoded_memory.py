@@ -92,6 +92,8 @@ class EncodedMemory(PeerMemory):
         return Copies([(b.ids, self._copier.store(b.group, b.ids, b.keys, self._slots(b.ids), after)) for b in batches])
 
     def clear_checksums(self) -> None:
+        while not self._copier.idle():  # milliseconds; what is encoded later is of other requests, under the old keys
+            time.sleep(POLL_SECONDS)
         for checksums in self._checksums:
             checksums[:] = 0
 
