@@ -11,6 +11,7 @@ from support import Uncontained, eventually
 from worker_halves import Half, same
 
 from vllm_kvtier import codecs
+from vllm_kvtier.jobs.transfer_jobs import StepWork
 from vllm_kvtier.wire import link as m
 from vllm_kvtier.wire.link import LinkServer
 from vllm_kvtier.wire.reactor import Reactor
@@ -160,6 +161,30 @@ def test_worker_suspend_waits_for_setup_and_sets_up_again(tmp_path, monkeypatch)
         half.made.resume()
         assert half.info(2).agent != half.info(1).agent
     finally:
+        half.end()
+
+
+def test_worker_step_behind_a_reset_does_not_wait_for_setup(tmp_path, monkeypatch):
+    """After sleep mode vLLM serves at once, often with its prefix cache reset, and registering memory takes seconds."""
+    pytest.importorskip("nixl")
+    entered, go_on = threading.Event(), threading.Event()
+    real = connector_worker_module.NixlTransport
+
+    def slow(*arguments):
+        entered.set()
+        assert go_on.wait(20)
+        return real(*arguments)
+
+    monkeypatch.setattr(connector_worker_module, "NixlTransport", slow)
+    half = Half(tmp_path, 0, cache(12, 0))
+    try:
+        assert entered.wait(20)
+        step = threading.Thread(target=half.made.begin, args=(StepWork(1, generation=1),))
+        step.start()
+        step.join(5)
+        assert not step.is_alive() and half.made._exchange.generation == 1
+    finally:
+        go_on.set()
         half.end()
 
 

@@ -3,6 +3,7 @@
 Set-up, checksums and polling run on the worker's reactor, which sleeps while nothing is under way. NIXL allows one
 thread at a time, so ``lock`` guards ``transport``, ``memory`` and ``pulls``. The model runner's thread takes the lock
 only if it is free: then it posts reads and polls them itself, which saves a pull the wait for the interpreter.
+Set-up takes seconds, and no lock that a step waits for.
 """
 
 import itertools
@@ -57,6 +58,7 @@ class PeerExchange:
         self._agent_name, self._make_transport, self._contain = agent_name, make_transport, containment
         self._generations = itertools.count(1)  # of the cache's memory
         self.lock = threading.Lock()
+        self._set_up_lock = threading.Lock()  # during set-up; taken before ``lock``
         self.view: CacheView | None = None
         self.memory: PeerMemory | None = None
         self.transport: NixlTransport | None = None
@@ -125,7 +127,7 @@ class PeerExchange:
         The addresses come back with other memory behind them. Copies to and from the store do not mind, but what NIXL
         registered and peers mapped is gone for good. ``store`` is called under the lock: ``set_up`` may run.
         """
-        with self.lock:
+        with self._set_up_lock, self.lock:
             suspended, self.suspended, self.unusable = self.suspended, True, ASLEEP
             try:
                 # NIXL first: a read that it answers for a peer when the memory is gone ends this process.
@@ -185,7 +187,7 @@ class PeerExchange:
 
     def set_up(self, setup: CacheSetup, device: int | None) -> None:
         """Register the cache with NIXL and share it with engines of the node; tell the scheduler side."""
-        with self.lock:
+        with self._set_up_lock:
             if not self.suspended and self.memory is None:
                 self._set_up(setup, device)
 
@@ -223,14 +225,14 @@ class PeerExchange:
             self._send(lm.Unusable(self._rank, str(error)[:1000]))
             return
         if transport is not None:
-            self.transport = transport
             fetching, mapped = self.fetching, None
             # A host's copies take the reactor's thread, and posting a read costs little there.
             if fetching is not None and fetching.on_device and setup.maps_pulls:
                 mapped = fetching.reads()
-            self.pulls = Pulls(transport, memory, self._rank, heads, mapped)
+            pulls = Pulls(transport, memory, self._rank, heads, mapped)
             for instance, ranks in self._engines.items():
-                self.pulls.add_engine(instance, ranks)
+                pulls.add_engine(instance, ranks)
+            self.transport, self.pulls = transport, pulls
         self._send(lm.Register(info, memory.wire_codec))
 
     def _open_nixl(self, memory: PeerMemory, needed: bool) -> NixlTransport | None:
