@@ -291,6 +291,11 @@ def test_link_sends_both_ways_in_either_start_order(runtime):
     assert not os.path.exists(path)
 
 
+def test_link_message_names_all_of_a_pool_of_terabytes():
+    ready = m.PoolReady(0, "store", 3 << 40)
+    assert m.decode_link(m.encode(ready)) == ready
+
+
 def test_link_path_in_shared_directory_raises(runtime):
     runtime.mkdir(mode=0o755)
     runtime.chmod(0o755)

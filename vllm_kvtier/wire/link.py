@@ -81,7 +81,7 @@ class PoolReady(msgspec.Struct, frozen=True, tag="pool_ready"):
 
     rank: Count
     instance: Name
-    nbytes: Count
+    nbytes: Annotated[int, msgspec.Meta(ge=0)]  # a pool may have more than 1 TiB, the most that a Count says
 
 
 class StoreBlocks(msgspec.Struct, frozen=True, tag="store_blocks"):
