@@ -54,7 +54,7 @@ setup(
         # A Mooncake Store cluster as a tier of the node store. The packages have the same modules: install one.
         "mooncake": [MOONCAKE],
         "mooncake-cuda": ["mooncake-transfer-engine-cuda13>=0.3.13,<0.4"],  # beside vLLM's own MooncakeConnector
-        "proxy": ["aiohttp>=3.10", "uvicorn[standard]>=0.29", "typer>=0.12", "rich>=13"],
+        "proxy": ["aiohttp>=3.12", "uvicorn[standard]>=0.29", "typer>=0.12", "rich>=13"],
         "docs": DOCS,
         "test": [
             *DOCS,

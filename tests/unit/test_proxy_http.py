@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import resource
+import socket
 import sys
 from functools import partial
 
@@ -491,6 +492,19 @@ async def test_connections_of_clients_that_do_not_read_are_ended(chunks):
         await c.until(lambda: c.core.state()["counts"].get("clients_left"))
         await c.until(lambda: not connections)
         writer.close()
+
+
+async def test_kernel_checks_that_machines_of_engines_are_there():
+    """A machine that vanishes closes nothing, and silence is no sign: a prompt may take minutes."""
+    async with Cluster(p=0) as c:
+        c.d[0].gate = asyncio.Semaphore(1)
+        body = json.dumps(turn("hello", stream=True)).encode()
+        reply = await c.core.decode[0].ask("POST", "/v1/chat/completions", body, {}, 10)
+        connection = reply._response.connection.transport.get_extra_info("socket")
+        assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 10
+        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 30_000
+        reply.close()
 
 
 async def test_answer_that_is_sent_in_pieces_is_whole():

@@ -6,6 +6,7 @@ aiohttp takes a third of httpx's time per request, and the client is half of the
 import asyncio
 import errno
 import io
+import socket
 import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -29,6 +30,8 @@ _BROKEN_ERRORS = (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError)
 _UNREACHED_ERRORS = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 # This process or machine may open no more; its engines are well.
 _OWN_LIMITS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+# A machine that vanishes closes no connection. The kernel asks for it after 10 s of silence, and gives up after 30 s.
+_TCP_KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}
 
 
 class EngineFailure(KVTierError):
@@ -155,7 +158,9 @@ class EngineHttp:
             raise EngineFailure(f"{self._engine} is no longer used.", unreached=True)
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS, ssl=self._tls),
+                connector=aiohttp.TCPConnector(
+                    limit=0, keepalive_timeout=_KEEPALIVE_SECONDS, ssl=self._tls, socket_factory=_socket
+                ),
                 # No total timeout: answers may be large and slow, and their reads have deadlines.
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_timeout),
                 cookie_jar=aiohttp.DummyCookieJar(),
@@ -173,6 +178,16 @@ class EngineHttp:
         if self._session is not None:
             await self._session.close()
             self._session = None
+
+
+def _socket(address: tuple) -> socket.socket:
+    """For a connection to ``address``, an item of what ``getaddrinfo`` returns."""
+    made = socket.socket(*address[:3])
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _TCP_KEEPALIVE.items():
+        if hasattr(socket, name):  # on Linux all
+            made.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return made
 
 
 def _tls(address: EngineAddress) -> ssl.SSLContext | bool:
