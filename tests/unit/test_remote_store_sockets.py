@@ -174,6 +174,21 @@ def test_remote_store_late_lease_is_returned(made, monkeypatch):
     eventually(lambda: [back.lease for back in store.of(m.Return)] == [9])
 
 
+def test_remote_store_answers_others_while_memory_is_registered(made):
+    store, asked = made(Store), []
+
+    def register(pieces):
+        asked.append(len(store.of(m.LeaseRequest)))
+        return asked[-1] < 2  # there is more to register until another has asked
+
+    store.guard, store.agent.generation, store.agent.register = lambda call: call, 1, register
+    first, second = made(Asker, store), made(Asker, store)
+    first.begin()
+    eventually(lambda: asked)
+    assert second.look().num_hash_blocks == 6 and asked.count(1) > 1
+    assert eventually(lambda: first.heard)[0].num_hash_blocks == 6
+
+
 def test_remote_store_leases_end_with_the_connection(made, monkeypatch):
     monkeypatch.setattr(node_serving, "CHECK_SECONDS", 0.05)
     monkeypatch.setattr(w, "SILENT_SECONDS", 0.4)

@@ -10,7 +10,7 @@ from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.remote_store import lease_client as node_peers
 from vllm_kvtier.remote_store import protocol as w
 from vllm_kvtier.remote_store import transfers as node_reads
-from vllm_kvtier.remote_store.nixl_agent import Kind, pieces_of, runs
+from vllm_kvtier.remote_store.nixl_agent import Kind, Registered, pieces_of, runs
 from vllm_kvtier.remote_store.options import Address
 from vllm_kvtier.remote_store.transfers import NodeReads
 from vllm_kvtier.store.protocol import PAGE, PIECE_BYTES
@@ -88,6 +88,21 @@ def test_remote_transfers_join_adjacent_blocks_into_rows():
     r.states["peer"] = (True, "")
     assert not r.reads.poll()
     assert r.answers() == {1: ([True] * 4 + [False], "")}  # the last would lie beyond our pool
+
+
+def test_remote_transfers_begin_when_memory_is_registered_piece_by_piece():
+    r, made, agent = Reading(), [], SimpleNamespace()
+    agent.create_backend = lambda name, options: None
+    agent.register_memory = lambda spans, memory, backends: made.append(spans[0][0] // PIECE_BYTES)
+    api = SimpleNamespace(nixl_agent=lambda name, config: agent, nixl_agent_config=lambda **options: None)
+    pool = SimpleNamespace(address=0, nbytes=3 * PIECE_BYTES)
+    registered, reader, begun = Registered(pool, "a", Kind(load=lambda: api)), r.reads.open(), []
+    reader.register, r.reads._pool = registered.register, pool
+    r.start(r.peer(), [4, 2 * PIECE_BYTES // PAGE], [4, 40])
+    for _ in range(3):
+        assert r.reads.poll()
+        begun.append((made.copy(), reader.begun))
+    assert begun == [([0], 0), ([0, 2], 1), ([0, 2], 1)]
 
 
 def test_remote_transfers_of_missing_blocks_fail():

@@ -103,9 +103,11 @@ class Registered:
         self._metadata = b""
         self.generation = 0
 
-    def register(self, pieces: set[int]) -> None:
-        """Raises KVTierError if the memory cannot be registered."""
-        for piece in sorted(pieces - self._registrations.keys()):
+    def register(self, pieces: set[int]) -> bool:
+        """Register one of the pieces that are not registered yet, so that the caller can handle messages between.
+        Returns whether there are more. Raises KVTierError if the memory cannot be registered."""
+        missing = sorted(pieces - self._registrations.keys())
+        for piece in missing[:1]:
             kind, start = self.kind, piece * self.kind.piece
             span = (self._pool.address + start, min(kind.piece, self._pool.nbytes - start), kind.device, "")
             try:
@@ -117,6 +119,7 @@ class Registered:
                 ) from error
             self.generation += 1
             self._metadata = b""
+        return len(missing) > 1
 
     def close(self) -> bool:
         """False: the agent is still referenced and remains alive."""

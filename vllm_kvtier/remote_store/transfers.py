@@ -178,12 +178,15 @@ class NodeReads:
     def _begin_more(self, source: Source, queue: Queue, now: float) -> None:
         for job in list(queue.jobs):
             while job.rows and len(queue.running) < IN_FLIGHT:
-                rows, blocks = job.rows.popleft()
+                rows, blocks = job.rows[0]
                 try:
                     handle = self._begin(source, rows)
                 except KVTierError as error:
                     self._break(source, str(error))
                     return
+                if handle is None:
+                    return
+                job.rows.popleft()
                 if not queue.running:
                     queue.last_end = now
                 queue.running.append(Running(handle, job, blocks))
@@ -194,9 +197,11 @@ class NodeReads:
                 return
 
     def _begin(self, source: Source, rows: np.ndarray) -> Any:
+        """The transfer; None: there is more memory to register before it, and the caller tries again later."""
         reader = self.open()
         kind = reader.kind
-        reader.register(set(np.unique(rows[:, 0] // kind.piece).tolist()))
+        if reader.register(set(np.unique(rows[:, 0] // kind.piece).tolist())):
+            return None
         reader.add_remote_agent(source.agent, source.metadata, source.generation)
         local, remote, sizes = rows.astype(np.uint64).T
         to = [local + np.uint64(self._pool.address), sizes, np.full(len(rows), kind.device, np.uint64)]

@@ -95,7 +95,12 @@ class NodeLeaseServer(LeaseListener[Connection]):
             return
         try:
             slots = np.concatenate([np.array(row, np.int64) for row in message.slots])
-            self._agent.register(pieces_of(slots[slots > 0]))
+            if self._agent.register(pieces_of(slots[slots > 0])):
+                self._pending[message.id] = connection, request
+                connection.lookups += 1
+                again = self._host.guard(lambda: self.lease_reply(message))
+                self._host.reactor.call_soon(again)  # other messages come between
+                return
         except KVTierError as error:
             logger.warning("kvtier: lease server: no lease granted to %s (%s)", connection.name[:8], error)
             self._host.send(m.Return(connection.number, message.lease))
