@@ -1,6 +1,7 @@
 """The two processes of the Mooncake tier, on a cluster that is a dict and has Mooncake's faults."""
 
 import threading
+import time
 from collections import deque
 from types import SimpleNamespace
 
@@ -281,6 +282,15 @@ def test_mooncake_set_up_that_fails_ends_the_process(benches):
     bench.backend._master._connect = connect
     bench.backend.open()
     eventually(lambda: bench.failed == ["another version"])
+
+
+def test_mooncake_set_up_with_rdma_has_time_to_register_the_pool(benches, monkeypatch):
+    monkeypatch.setattr(connection, "SETUP_RATE", 64 * PAGE / 600)  # ten minutes for the pool
+    for protocol, seconds in (("tcp", 20.0), ("rdma", 620.0)):
+        bench = benches(reader.MooncakeReader, mooncake_protocol=protocol)
+        bench.on(bench.backend._master._watch)
+        assert bench.backend._master._watchdog.when - time.monotonic() == pytest.approx(seconds, abs=15.0)
+        bench.on(bench.backend._master._watched)
 
 
 # -- writes -------------------------------------------------------------------------------------------------------

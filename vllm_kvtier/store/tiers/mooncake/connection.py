@@ -20,8 +20,8 @@ from vllm_kvtier.wire.slots import PAGE
 
 RETRY_SECONDS = 1.0
 REACH_SECONDS = 1.0  # for a connection to the master
-SETUP_SECONDS = 20.0  # plus what the segment takes; a longer set-up ends the process
-SETUP_RATE = 256 << 20  # bytes/s of a segment
+SETUP_SECONDS = 20.0  # plus what the segment takes, and with RDMA the pool; a longer set-up ends the process
+SETUP_RATE = 256 << 20  # bytes/s
 
 Connect = Callable[[MooncakeOptions, int, int, int], Client]
 
@@ -107,7 +107,8 @@ class MasterConnection:
         self._host.reactor.call_soon(self._watched)
 
     def _watch(self) -> None:
-        seconds = SETUP_SECONDS + self._segment_bytes / SETUP_RATE
+        pinned = self._host.pool.nbytes if self._options.protocol == "rdma" else 0
+        seconds = SETUP_SECONDS + (self._segment_bytes + pinned) / SETUP_RATE
         late = f"the set-up of Mooncake's client took more than {seconds:.0f} s"
         self._watchdog = self._host.reactor.call_later(seconds, lambda: self._host.fail(late))
 
