@@ -62,20 +62,40 @@ def raw(address, greet=True):
 # -- healthy -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6")
-@pytest.mark.parametrize("host", ["::1", "[::1]"])
-def test_lease_over_ipv6_is_granted_however_its_address_is_written(make, host):
-    """A pod's own address has no brackets, and the proxy names it without them, too."""
-    with socket.socket(socket.AF_INET6) as probe:
-        try:
+@pytest.fixture
+def ipv6():
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
             probe.bind(("::1", 0))
-        except OSError as error:
-            pytest.skip(f"no IPv6 loopback: {error}")
+    except OSError as error:
+        pytest.skip(f"no IPv6 loopback: {error}")
+
+
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+def test_lease_over_ipv6_is_granted_however_its_address_is_written(make, ipv6, host):
+    """A pod's own address has no brackets, and the proxy names it without them, too."""
     source, asker = make(Source, endpoint_host=host), make(Asker)
     source.table.add(export())
     assert source.endpoint.host == "::1"
     for written in ("::1", "[::1]"):
         assert isinstance(asker.answer((written, source.endpoint.port), export="e", digest=b"digest"), LeasedBlocks)
+
+
+@pytest.mark.parametrize("host, found", [("::1", ["::1"]), ("127.0.0.1", ["::1", "127.0.0.1"])])
+def test_lease_from_named_engine_is_over_ipv6_if_the_name_has_no_other_address(make, ipv6, monkeypatch, host, found):
+    def getaddrinfo(name, port, family=0, *_):
+        families = {address: socket.AF_INET6 if ":" in address else socket.AF_INET for address in found}
+        of_family = [address for address in found if family in (0, families[address])]
+        if not of_family:
+            raise socket.gaierror(socket.EAI_ADDRFAMILY, "no address of this family")
+        return [(families[address], socket.SOCK_STREAM, 6, "", (address, port)) for address in of_family]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    key = ClusterKey(zmq.curve_keypair()[1])
+    source, asker = make(Source, key=key, endpoint_host=host), make(Asker, key=key)
+    source.table.add(export())
+    answer = asker.answer(("machine", source.endpoint.port), export="e", digest=b"digest")
+    assert isinstance(answer, LeasedBlocks)
 
 
 def test_lease_of_handoff_by_export_id_is_granted_and_released(make):

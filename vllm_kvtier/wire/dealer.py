@@ -110,8 +110,9 @@ class Dealer:
         def resolve() -> None:
             endpoint = why = ""
             try:
-                found = socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_STREAM)
-                endpoint = f"tcp://{found[0][4][0]}:{port}"
+                found = socket.getaddrinfo(host, port, 0, socket.SOCK_STREAM)
+                family, _, _, _, address = min(found, key=lambda each: each[0])  # IPv4, if there is one
+                endpoint = f"tcp://[{address[0]}]:{port}" if family == socket.AF_INET6 else f"tcp://{address[0]}:{port}"
             except (OSError, ValueError) as error:  # ValueError: it cannot be encoded
                 why = f"the name cannot be resolved: {error}"
             finally:
@@ -134,6 +135,7 @@ class Dealer:
         if why:
             self._events.on_lost(why)
             return
+        self._socket.setsockopt(zmq.IPV6, endpoint.count(":") > 2)
         self._socket.connect(endpoint)
         self._reactor.look_at(self._socket)
         frames, self._unresolved = self._unresolved, None
