@@ -184,8 +184,9 @@ class NamespaceBlocks:
         end -= end % self.align
         for g in sparse:
             rows[g] = self.row(g, block_hashes, bases[g], end // self.shapes[g].hash_blocks_per_block)
+        usable_from = [end] * len(rows)  # per group: all its blocks from here to the end of those examined are usable
         while end > start:  # each iteration ends before the last needed block that is missing
-            gap = min((self._gap(g, rows[g], start, end, limit) for g in sparse), default=end)
+            gap = min((self._gap(g, rows[g], start, end, limit, usable_from) for g in sparse), default=end)
             if gap == end:
                 break
             end = gap - gap % self.align
@@ -209,14 +210,18 @@ class NamespaceBlocks:
                 break
         return found
 
-    def _gap(self, group: int, row: list[BlockEntry | None], start: int, end: int, limit: int) -> int:
-        """Begin of the last missing block of those needed before ``end``; ``end`` if none is missing."""
+    def _gap(
+        self, group: int, row: list[BlockEntry | None], start: int, end: int, limit: int, usable_from: list[int]
+    ) -> int:
+        """Begin of the last missing block of those needed before ``end``; ``end`` if none is missing. Blocks from
+        ``usable_from[group]`` on were examined for a later end, and are not again: that would take seconds."""
         shape = self.shapes[group]
         base = start // shape.hash_blocks_per_block
         first = shape.first_block(self.hash_block_size, start, end)
-        for block in range(end // shape.hash_blocks_per_block - 1, first - 1, -1):
+        for block in range(min(end // shape.hash_blocks_per_block, usable_from[group]) - 1, first - 1, -1):
             if not _num_usable(row[block - base : block - base + 1], limit):
                 return block * shape.hash_blocks_per_block
+        usable_from[group] = first
         return end
 
 
