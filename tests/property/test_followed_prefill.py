@@ -47,7 +47,7 @@ class Client:
         self.consumed: set[int] = set()
         self.dropped: list[str] = []
 
-    def follow(self, address, max_wait, notify, **fields):
+    def follow(self, address, max_wait, notify, rehash, **fields):
         request = m.LeaseRequest(lookup_id=len(self.followed) + 1, instance="", follow=True, **fields)
         pending = FollowedLease(address, request, 1e18, max_wait=max_wait, notify=notify)
         self.followed.append(pending)

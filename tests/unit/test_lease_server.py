@@ -369,6 +369,11 @@ def test_lease_of_other_block_size_is_asked_in_its_hashes(make, caplog):
     got = asker.answer(source.address, start=6, block_hashes=[b"other" * 4], rehash=rehash)
     assert (got.tokens, got.start, got.blocks) == (5 * HASH_BLOCK_SIZE, 6, [[2, 3, 4, 5]])
     assert sizes == [got.hash_block_size] == [HASH_BLOCK_SIZE]
+    followed = asker.peers.follow(
+        source.address, 20.0, lambda: None, lambda size: {"digest": b"digest"}, start=0, block_hashes=[], export="e"
+    )
+    assert eventually(lambda: followed.outcome).hash_block_size == HASH_BLOCK_SIZE
+    asker.peers.stop_following(followed, done=False)
     assert asker.answer(source.address, rehash=lambda size: 1 / 0).code == "layout"
     refused = asker.answer(source.address)
     assert refused.code == "layout" and "the block size differs: 8 here, 4 there" in refused.reason

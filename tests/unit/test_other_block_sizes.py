@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from source_fakes import load_context, make_matcher
+from source_fakes import all_sources, load_context
 from support import _hasher, make_request
 from vllm.lora.request import LoRARequest
 from vllm.utils.hashing import get_hash_fn_by_name
@@ -43,6 +43,14 @@ class Peers:
         self.asked.append(pending)
         return pending
 
+    def follow(self, address, max_wait, notify, rehash, **fields):
+        request = m.LeaseRequest(1, "", follow=True, **{**fields, **rehash(self.size)})
+        self.asked.append(FollowedLease(address, request, math.inf, max_wait=max_wait, notify=notify))
+        return self.asked[-1]
+
+    def stop_following(self, pending, done):
+        self.released += [leased.lease for leased in pending.grants]
+
     def grant(self, tokens, groups=1, first=1, missing=()):
         start = self.asked[-1].request.start
         count = -(-tokens // self.size) - start // self.size
@@ -51,6 +59,8 @@ class Peers:
             ("a", 1), "a/1", 7, start, tokens, [list(ids) for _ in range(groups)], [], ReadPath.STAGED, False,
             hash_block_size=self.size, block_tokens=(self.size,) * groups,
         )  # fmt: skip
+        if isinstance(self.asked[-1], FollowedLease):
+            self.asked[-1].grants.append(self.asked[-1].outcome)
 
     def release(self, offer, done):
         self.released.append(offer.lease)
@@ -64,7 +74,7 @@ def made(mine, theirs, windows=()):
     groups = [(mine, None), *((mine, window) for window in windows)]
     config = KVTierConfig(bidirectional=True, pull_threshold=1)
     load = load_context(groups, mine, peers, config=config, checksum_index=ChecksumIndex())
-    return make_matcher(load), peers
+    return RequestMatcher(load, [FollowedPrefillSource(load), *all_sources(load)]), peers
 
 
 def media_of(*spans):
@@ -95,14 +105,16 @@ def test_hashes_are_those_that_vllm_makes_at_that_block_size(fields):
 
 @pytest.mark.parametrize("mine, theirs", PAIRS)
 @pytest.mark.parametrize("length", [16, 33, 48, 63])
-def test_handoff_of_other_block_size_is_asked_and_read_in_its_blocks(mine, theirs, length):
+@pytest.mark.parametrize("follow", [False, True])
+def test_handoff_of_other_block_size_is_asked_and_read_in_its_blocks(mine, theirs, length, follow):
     matcher, peers = made(mine, theirs)
-    request = make_request("r", list(range(length)), mine, HANDOFF)
+    request = make_request("r", list(range(length)), mine, {**HANDOFF, "kvtier": {"follow": follow}})
     there = make_request("e", list(range(length)), theirs)
     computed = mine if length > mine else 0
     assert matcher.match(request, computed) == (None, False)
     tail = vr.tail_hash(there, length, theirs) if length % theirs else b""
     assert peers.asked[0].request.digest == vr.prefix_digest(vr.block_hashes(there, length, theirs), tail)
+    assert not peers.asked[0].request.stretches, "they end with blocks of either side"
     peers.grant(length, first=100)
     assert matcher.match(request, computed) == (length - computed, True)
     ours = list(range(1, 1 - (-length // mine)))
@@ -115,7 +127,7 @@ def test_handoff_of_other_block_size_is_asked_and_read_in_its_blocks(mine, their
         pull.local.tolist(), pull.remote.tolist(), pull.keys.tolist(), pull.valid.tolist(), pull.shifts.tolist(),
         strict=True,
     ):  # fmt: skip
-        place = remote - 100
+        place = remote - 100 + peers.asked[0].request.start // theirs
         end = min((place + 1) * theirs, length)
         assert valid == end - place * theirs and shift == (local - 1) * mine - place * theirs
         wanted = vr.tail_hash(there, end, theirs) if end % theirs else there.block_hashes[end // theirs - 1]
@@ -153,7 +165,7 @@ def test_followed_prefill_of_other_block_sizes_with_equal_hashes_lands_at_its_to
     """Tensor parallel sizes may differ so that one group has other block sizes, and the hashes cover as many tokens."""
     length, followed = 46, []
 
-    def follow(address, max_wait, notify, **fields):
+    def follow(address, max_wait, notify, rehash, **fields):
         request = m.LeaseRequest(1, "", follow=True, **fields)
         followed.append(FollowedLease(address, request, math.inf, max_wait=max_wait, notify=notify))
         return followed[0]

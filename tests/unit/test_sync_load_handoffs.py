@@ -56,7 +56,7 @@ class Client(FakePeers):
         pending.wait, pending.on_this_node = wait, self.near
         return pending
 
-    def follow(self, address, max_wait, notify, **fields):
+    def follow(self, address, max_wait, notify, rehash, **fields):
         request = m.LeaseRequest(lookup_id=len(self.open) + 1, instance="", follow=True, **fields)
         pending = FollowedLease(address, request, 1e18, max_wait=max_wait, notify=notify, on_this_node=self.near)
         pending.wait = self.waits.append

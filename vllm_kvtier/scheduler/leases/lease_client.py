@@ -111,16 +111,23 @@ class LeaseClient(LeaseConnections[_Connection]):
         return pending
 
     def follow(
-        self, address: Address, max_wait: float, notify: Callable[[], object], **fields: Any
+        self,
+        address: Address,
+        max_wait: float,
+        notify: Callable[[], object],
+        rehash: Rehash | None = None,
+        **fields: Any,
     ) -> FollowedLease:
         """Queue a lease request for a prefill that may not have ended. ``max_wait``: seconds without an answer, or
         without a further one, after which it ends. ``stop_following`` must follow, whatever came. ``notify``: called on
-        the reactor's thread after each change."""
+        the reactor's thread after each change. ``rehash``: as of ``ask``."""
         fields["wait_seconds"] = min(max_wait, 86400.0)
         request = m.LeaseRequest(lookup_id=next(self._lookup_ids), instance="", follow=True, **fields)
         deadline = time.monotonic() + max_wait
         last = time.monotonic() + MAX_FOLLOW_WAITS * max_wait
-        pending = FollowedLease(address, request, deadline, max_wait=max_wait, last_deadline=last, notify=notify)
+        pending = FollowedLease(
+            address, request, deadline, rehash=rehash, max_wait=max_wait, last_deadline=last, notify=notify
+        )
         self._reactor.call_soon(lambda: self._begin(pending))
         return pending
 

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from vllm_kvtier.jobs.results import Result
 from vllm_kvtier.jobs.transfer_jobs import FailedJob, GroupPull, PeerFetchJob, PullJob
@@ -122,8 +123,13 @@ class FollowedPrefillSource(PrefillHandoffSource):
             partial(self._has_grown, state.request.request_id), start=start, block_hashes=hashes[-1:],
             lora_fingerprint=lora_fingerprint_of(state.request), export=handoff.export,
             digest=digest, stretches=self._stretches, **self._reply_address(),
+            rehash=partial(self._rehash, state, tokens) if self._can_rehash() else None,
         )  # fmt: skip
         return _FollowedLookup(self, answer, state, start, tokens)
+
+    def _rehash(self, state: RequestState, tokens: int, hash_block_size: int) -> dict[str, Any]:
+        """Blocks of another size are read when the prefill has ended."""
+        return {**super()._rehash(state, tokens, hash_block_size), "stretches": False}
 
     def _has_grown(self, request_id: str) -> None:
         """On the reactor's thread."""
@@ -253,7 +259,7 @@ class FollowedPrefillSource(PrefillHandoffSource):
 
     def _read(self, f: _Following, grants: list[LeasedBlocks], used: int, more: bool) -> Job:
         """Tokens from ``f.given`` to the end of ``grants``."""
-        keys, state = self._engine.identity.content_keys(), f.state
+        keys, state = self._engine.identity.content_keys_of(grants[0].hash_block_size), f.state
         parts: list[list[GroupPull]] = []
         entries: list[ChecksumEntry] = []
         tokens = f.given

@@ -60,7 +60,7 @@ class PeerLeaseSource(KVSource):
         """``fields``: of ``LeaseClient.ask``."""
         max_tokens = max(len(block_hashes) * self._geometry.hash_block_size, fields.get("partial_up_to", 0))
         fields["lora_fingerprint"] = lora_fingerprint_of(state.request)
-        if self._engine.info.hash_lookahead or not vr.hashes_blocks_of_other_sizes():
+        if not self._can_rehash():
             fields.pop("rehash", None)
         answer = self._lease_client.ask(address, timeout, block_hashes=block_hashes, start=start, **fields)
         try:
@@ -70,6 +70,10 @@ class PeerLeaseSource(KVSource):
             raise
         pending.state = state
         return pending
+
+    def _can_rehash(self) -> bool:
+        """Whether engines with other block sizes can be asked."""
+        return not self._engine.info.hash_lookahead and vr.hashes_blocks_of_other_sizes()
 
     def _other_hashes(self, state: RequestState, hash_block_size: int) -> list[bytes]:
         """The block hashes of all of the request's tokens, as an engine with this block size makes them. On the

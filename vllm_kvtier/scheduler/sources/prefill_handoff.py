@@ -1,5 +1,6 @@
 """The prefill of a prefill engine that its router named for the request."""
 
+from functools import partial
 from typing import Any
 
 from vllm_kvtier.codecs import Codec
@@ -38,15 +39,16 @@ class PrefillHandoffSource(PeerLeaseSource):
             return None
         tokens, hash_block_size = self._exported_tokens(state), self._geometry.hash_block_size
         hashes = self._block_hashes(state, tokens)
-
-        def rehash(hash_block_size: int) -> dict[str, Any]:
-            others = self._other_hashes(state, hash_block_size)[: tokens // hash_block_size]
-            return {"block_hashes": others[-1:], "digest": self._digest(state, others, tokens, hash_block_size)}
-
         return self._ask(
             state, candidate.address, 0, hashes[-1:], export=state.hints.handoff.export,
-            digest=self._digest(state, hashes, tokens, hash_block_size), rehash=rehash, **self._reply_address(),
+            digest=self._digest(state, hashes, tokens, hash_block_size), rehash=partial(self._rehash, state, tokens),
+            **self._reply_address(),
         )  # fmt: skip
+
+    def _rehash(self, state: RequestState, tokens: int, hash_block_size: int) -> dict[str, Any]:
+        """As ``Rehash``."""
+        others = self._other_hashes(state, hash_block_size)[: tokens // hash_block_size]
+        return {"block_hashes": others[-1:], "digest": self._digest(state, others, tokens, hash_block_size)}
 
     def _exported_tokens(self, state: RequestState) -> int:
         """Tokens of the export, as the request's params say. Without them: all that can be of use."""
