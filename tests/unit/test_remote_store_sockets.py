@@ -164,6 +164,30 @@ def test_remote_store_silent_delays_lookup_by_timeout(made):
     assert time.monotonic() - began < 0.5
 
 
+@pytest.mark.parametrize("refuses", [True, False])
+def test_remote_store_that_failed_before_delays_no_lookup_until_it_answers(made, monkeypatch, refuses):
+    """A list names nodes that are down. Each was tried again, and waited for, about once a minute."""
+    monkeypatch.setattr(node_peers, "GREETING_SECONDS", 0.2)
+    monkeypatch.setattr(node_peers, "BACKOFF_SECONDS", (0.05, 0.1))
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        if not refuses:
+            silent.listen(8)
+        down = SimpleNamespace(address=Address("127.0.0.1", silent.getsockname()[1]))
+        asker = made(Asker, made(Store, num_hash_blocks=0))
+        connections = asker.tier_process._peers._connections
+        asker.look([str(down.address)])
+        eventually(lambda: asker.do(lambda: down.address not in connections))
+        monkeypatch.setattr(node_peers, "GREETING_SECONDS", 5.0)
+        time.sleep(0.1)
+        began = time.monotonic()
+        asker.look([str(down.address)])
+        assert time.monotonic() - began < 0.9
+        assert asker.do(lambda: down.address in connections), "it is tried again"
+    made(Store, port=down.address.port, instance="back")
+    eventually(lambda: asker.look([str(down.address)]).num_hash_blocks == 6)
+
+
 def test_remote_store_late_lease_is_returned(made, monkeypatch):
     monkeypatch.setattr(node_asking, "ASK_SECONDS", 0.2)
     store = made(Store, num_hash_blocks=None)

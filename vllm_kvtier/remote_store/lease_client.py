@@ -102,7 +102,8 @@ class NodeLeaseClient(LeaseConnections[Peer]):
         if peer is None:
             return False
         now = peer.last_used = time.monotonic()
-        if now - peer.waiting_since(now) > SLOW_SECONDS:
+        failed = peer.welcome is None and address in self._paused  # before: nothing waits until it answers again
+        if failed or now - peer.waiting_since(now) > SLOW_SECONDS:
             return False
         request = msgspec.structs.replace(request, id=next(self._ids))
         peer.lookups[request.id] = Lookup(request, on_reply, now + request.wait_seconds)
