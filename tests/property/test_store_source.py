@@ -130,6 +130,51 @@ def test_store_source_without_answer_times_out(monkeypatch):
     assert not world.client.held, "a lease that still comes goes back at once"
 
 
+@pytest.mark.parametrize("seconds, options", [(20.0, {}), (70.0, {}), (20.0, {"transfer_timeout": 10.0})])
+def test_store_source_hit_that_waits_for_blocks_is_leased_anew(seconds, options):
+    """Its lease ends after a minute, and vLLM may have no blocks for longer: the prompt was computed then."""
+    world = World(ONE, **options)
+    request = make_request("r", list(range(18)), HASH_BLOCK_SIZE)
+    world.store(request, 16)
+    assert offered(world, request) == (16, True)
+    before = set(world.client.held)
+    world.matcher.get("r").hit_at -= seconds
+    anew = seconds > 60 or bool(options)
+    assert (offered(world, request) if anew else world.matcher.match(request, 0)) == (16, True)
+    assert len(world.client.held) == 1 and (world.client.held != before) is anew
+    world.balanced()
+    world.matcher.finished(request)
+
+
+def test_store_source_answer_that_is_not_asked_for_in_time_is_leased_anew():
+    """vLLM asks for no request while all its slots are taken: the lease has ended when it does."""
+    world = World(ONE)
+    request = make_request("r", list(range(18)), HASH_BLOCK_SIZE)
+    world.store(request, 16)
+    assert world.matcher.match(request, 0) == (None, False)
+    world.answer(world.client.open[0])
+    before = set(world.client.held)
+    world.matcher.get("r").pending.answer.deadline -= 70.0
+    assert world.matcher.match(request, 0) == (None, False)
+    world.answer(world.client.open[0])
+    world.matcher.get("r").pending.answer.deadline -= 70.0  # its steps take so long: not again
+    assert world.matcher.match(request, 0) == (16, True)
+    assert len(world.client.held) == 1 and world.client.held != before
+    world.balanced()
+    world.matcher.finished(request)
+
+
+def test_store_source_is_asked_again_if_prefix_is_evicted_before_answer():
+    world = World(ONE)
+    request = make_request("r", list(range(34)), HASH_BLOCK_SIZE)
+    world.store(request)
+    assert world.matcher.match(request, 16) == (None, False)
+    world.answer(world.client.open[0])
+    assert offered(world, request) == (32, True), "a hit that begins at token 16 is of no use"
+    world.balanced()
+    world.matcher.finished(request)
+
+
 def test_store_source_touches_blocks_cached_on_gpu():
     world = World(ONE)
     request = make_request("r", list(range(17)), HASH_BLOCK_SIZE)

@@ -121,9 +121,9 @@ class RequestMatcher:
         if self._sync_load.verification_pending:
             return None, False
         self._notice_preemption(state)
-        self._notice_eviction(state, computed)
         state.num_computed_tokens = computed
         while True:
+            self._notice_eviction(state, computed)
             match state.life.state:
                 case State.NEW:
                     if state.candidates is None:
@@ -172,8 +172,8 @@ class RequestMatcher:
     def _notice_eviction(self, state: RequestState, computed: int) -> None:
         """While a request waits for free blocks, vLLM's cache may evict its prefix: ask the store again, from there.
 
-        A hit that begins after ``computed`` is of no use, and an earlier miss is out of date. A peer's blocks are not
-        held for longer than ``max_hold_seconds``. Of other sources the one that was asked is asked again, once.
+        A hit that begins after ``computed`` is of no use, and an earlier miss is out of date. So is a hit that is held
+        for longer than ``max_hold_seconds``. Of other sources the one that was asked is asked again, once.
         """
         pending = state.pending
         if pending is not None and pending.start > computed and not (pending.source.cost_key or state.asked_again):
@@ -185,7 +185,8 @@ class RequestMatcher:
         if not candidates or self._source_selector.is_excluded(state):
             return
         hit = state.hit
-        old = hit is not None and time.monotonic() - state.hit_at > hit.source.max_hold_seconds
+        longest = min(hit.source.max_hold_seconds, self._config.transfer_timeout) if hit is not None else 0.0
+        old = hit is not None and time.monotonic() - state.hit_at > longest
         if state.life.state is State.HIT and hit and hit.source.cost_key and (old or hit.start > computed):
             state.decline_lookup(self._counters, "lease_held_too_long" if old else "local_prefix_evicted")
             self._source_selector.advance(state, Event.DECLINE)

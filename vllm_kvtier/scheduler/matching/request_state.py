@@ -42,7 +42,7 @@ class RequestState:
     candidates: deque[Candidate] | None = None  # made at the first match: needs the block hashes
     pending: PendingLookup | None = None
     candidate: Candidate | None = None  # the last one that was asked
-    asked_again: bool = False  # the same one, because vLLM has evicted tokens before those that were asked for
+    asked_again: bool = False  # because vLLM has evicted tokens before those that were asked for, or answers were old
     failed: set[str] = field(default_factory=set)  # instances from which a transfer failed
     held: LookupHit | None = None  # kept while other candidates are asked for more
     hit: LookupHit | None = None  # taken

@@ -112,10 +112,15 @@ class SourceSelector:
             self._wait_budget -= time.monotonic() - now
 
     def answered(self, state: RequestState) -> bool:
-        """Apply the answer to ``state.pending``; False while there is none."""
+        """Apply the answer to ``state.pending``, or ask again if it is old; False while there is none."""
         pending, candidate = state.pending, state.candidate
         assert pending is not None and candidate is not None
         result, source = pending.poll(), pending.source
+        if result is not None and result.found and source.cost_key and not state.asked_again:
+            # While vLLM has no room for requests, it does not ask for what was answered. Once: its steps may be long.
+            if time.monotonic() > pending.deadline + source.max_hold_seconds:
+                self.ask_again(state)
+                return True
         if result is None:
             # Every lookup ends by its deadline, unless the thread died that ends it.
             if time.monotonic() < pending.deadline + 1.0:

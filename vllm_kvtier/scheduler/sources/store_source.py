@@ -58,6 +58,7 @@ class StoreSource(KVSource):
     name = cost_key = "host"
     stage_metric = "host_hit_seconds"
     answers_soon = holds_hit = can_cancel_load = looks_ahead = True
+    max_hold_seconds = 30.0  # half of a lease: the load needs the rest
 
     def __init__(self, context: LoadContext, prefetches: bool):
         """``prefetches``: whether lookups are sent for queued requests too."""
