@@ -117,6 +117,22 @@ def make_root(tmp_path, files: dict[str, str]) -> str:
     return str(tmp_path)
 
 
+def test_pool_of_reserved_huge_pages_does_not_count_against_free_memory(tmp_path, monkeypatch):
+    """To reserve them takes them from what is free: a pool of more than half of the memory was refused."""
+    folder = "sys/kernel/mm/hugepages/hugepages-2048kB/"
+    pages = {f"{folder}free_hugepages": "25700", f"{folder}resv_hugepages": "100"}
+    meminfo = f"MemTotal: {64 * GIB >> 10} kB\nMemAvailable: {10 * GIB >> 10} kB\n"
+    limits = memory_limits(make_root(tmp_path, {"proc/meminfo": meminfo} | pages))
+    assert limits.huge == 50 * GIB and pool_bytes("50GiB", limits) == 50 * GIB
+    assert pool_bytes("48GiB", limits, {"tables": 8 * GIB}, "always") == 48 * GIB
+    for refused in (("48GiB", limits, {}, "never"), ("51GiB", limits), ("48GiB", limits, {"tables": 10 * GIB})):
+        with pytest.raises(ConfigError, match="does not fit"):
+            pool_bytes(*refused)
+    monkeypatch.setattr(server, "memory_limits", lambda: MemoryLimits(4 * GIB, 0, "this test's memory", GIB))
+    with pytest.raises(ConfigError, match="does not fit"):
+        server.StoreServer(str(tmp_path / "s.sock"), StoreOptions(size="1MiB", huge_pages="never"))
+
+
 def test_memory_limits_of_this_machine_are_read():
     limits = memory_limits()
     assert 0 < limits.fits < limits.free <= limits.limit

@@ -29,7 +29,7 @@ def memory(size: str, root: str = "/", tiers: Mapping[str, int] = MappingProxyTy
         return fail("memory", f"the node store does not fit: {error}", fix)
     store = f"a store of {format_bytes(wanted)}"
     store += "".join(f", beside it {format_bytes(n)} of {what}," for what, n in tiers.items())
-    if wanted + sum(tiers.values()) > limits.fits * 0.9:
+    if limits.counted(wanted) + sum(tiers.values()) > limits.fits * 0.9:
         message = f"{store} takes nearly all free memory: {_free(limits)}"
         return warn("memory", message, f"{smaller}: engines need host memory too")
     return ok("memory", f"{store} fits: {_free(limits)}")

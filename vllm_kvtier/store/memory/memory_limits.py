@@ -2,7 +2,8 @@
 
 The limit is the smallest of the machine's memory and the limits of this process's control groups (v2: memory.max and
 memory.high, of this group and all above; v1: memory.limit_in_bytes). The size of /dev/shm does not matter: a memfd is
-on the kernel's internal mount, which has no limit.
+on the kernel's internal mount, which has no limit. Reserved huge pages are counted by none of these: the kernel took
+them from the machine's memory before.
 """
 
 import os
@@ -15,6 +16,7 @@ from types import MappingProxyType
 from vllm_kvtier.errors import ConfigError
 from vllm_kvtier.wire.slots import PAGE
 
+HUGE_PAGE = 2 << 20  # bytes
 MIN_POOL = 16 * PAGE  # bytes; page 0 is never used
 AUTO_OF_LIMIT, AUTO_OF_FREE = 4, 0.8  # "auto": a quarter of the limit, and at most this share of what is free
 # Left free for other processes, so that the pool does not wake the OOM killer.
@@ -29,17 +31,23 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*|%)\s*")
 
 @dataclass(frozen=True)
 class MemoryLimits:
-    """In bytes. ``limit``: of all processes here together; ``source``: its origin. ``free``: now."""
+    """In bytes. ``limit``: of all processes here together; ``source``: its origin. ``free``: now. ``huge``: free
+    reserved pages of 2 MiB, which the others do not include."""
 
     limit: int
     free: int
     source: str
+    huge: int = 0
 
     @property
     def fits(self) -> int:
         """The largest pool that fits now, in whole pages."""
         margin = min(int(self.limit * MARGIN_SHARE), MAX_MARGIN)
         return max(0, self.free - margin) // PAGE * PAGE
+
+    def counted(self, pool: int, huge_pages: str = "auto") -> int:
+        """Bytes of a pool that count against ``free``. ``huge_pages``: as in StoreOptions."""
+        return 0 if pool <= self.huge and huge_pages != "never" else pool
 
 
 def memory_limits(root: str = "/") -> MemoryLimits:
@@ -50,12 +58,25 @@ def memory_limits(root: str = "/") -> MemoryLimits:
     limits += _cgroup_v2(base)
     limits += _cgroup_v1(base)
     limit, _, source = min(limits)
-    return MemoryLimits(limit, min(free for _, free, _ in limits), source)
+    return MemoryLimits(limit, min(free for _, free, _ in limits), source, free_huge_pages(root) * HUGE_PAGE)
 
 
-def pool_bytes(size: str, limits: MemoryLimits, tiers: Mapping[str, int] = MappingProxyType({})) -> int:
+def free_huge_pages(root: str = "/") -> int:
+    """2 MiB huge pages that are reserved and not promised to a process."""
+    folder = Path(root) / "sys/kernel/mm/hugepages/hugepages-2048kB"
+    try:
+        free, promised = (int((folder / name).read_text()) for name in ("free_hugepages", "resv_hugepages"))
+    except (OSError, ValueError):
+        return 0
+    return max(0, free - promised)
+
+
+def pool_bytes(
+    size: str, limits: MemoryLimits, tiers: Mapping[str, int] = MappingProxyType({}), huge_pages: str = "auto"
+) -> int:
     """Bytes of the pool, a multiple of PAGE. ``tiers``: bytes that the store's tiers take beside it, perhaps later, by
-    what they are. Raises ConfigError if ``size`` is invalid, or all of it does not fit."""
+    what they are. ``huge_pages``: as in StoreOptions. Raises ConfigError if ``size`` is invalid, or all of it does not
+    fit."""
     beside = sum(tiers.values())
     if size.strip().lower() == "auto":
         parsed: int | None = min(limits.limit // AUTO_OF_LIMIT, int((limits.fits - beside) * AUTO_OF_FREE))
@@ -70,7 +91,8 @@ def pool_bytes(size: str, limits: MemoryLimits, tiers: Mapping[str, int] = Mappi
             f"a pool of {size} ({wanted} bytes{more}) is too small for the node store: at least {MIN_POOL} bytes are "
             "required"
         )
-    if wanted > (fits := max(0, limits.fits - beside) // PAGE * PAGE):
+    if limits.counted(wanted, huge_pages) + beside > limits.fits:
+        fits = max(0, limits.fits - beside) // PAGE * PAGE
         raise ConfigError(
             f"a pool of {size} ({format_bytes(wanted)}{more}) does not fit: {limits.source} is "
             f"{format_bytes(limits.limit)}, {format_bytes(limits.free)} of it are free now; at most "

@@ -23,12 +23,17 @@ from pathlib import Path
 
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.logs import get_logger
-from vllm_kvtier.store.memory.memory_limits import MemoryLimits, format_bytes, memory_limits
+from vllm_kvtier.store.memory.memory_limits import (
+    HUGE_PAGE,
+    MemoryLimits,
+    format_bytes,
+    free_huge_pages,
+    memory_limits,
+)
 from vllm_kvtier.store.protocol import PAGE, PIECE_BYTES
 
 logger = get_logger(__name__)
 
-HUGE_PAGE = 2 << 20  # bytes
 FIRST_STEPS = (16 << 20, 64 << 20)  # bytes that are ready before the first whole piece, so that serving starts early
 CALL_BYTES = 8 << 20  # bytes per system call: a few milliseconds
 MAX_THREADS = 4  # one per eight cores; each commits 1 to 3 GB/s
@@ -192,16 +197,6 @@ def next_step(ready: int, usable: int) -> int:
         if ready < boundary:
             return min(boundary, usable) - ready
     return min((ready // PIECE_BYTES + 1) * PIECE_BYTES, usable) - ready
-
-
-def free_huge_pages() -> int:
-    """2 MiB huge pages that are reserved and not promised to a process."""
-    folder = Path("/sys/kernel/mm/hugepages/hugepages-2048kB")
-    try:
-        free, promised = (int((folder / name).read_text()) for name in ("free_hugepages", "resv_hugepages"))
-    except (OSError, ValueError):
-        return 0
-    return max(0, free - promised)
 
 
 def transparent_allowed() -> bool:

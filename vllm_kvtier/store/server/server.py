@@ -84,7 +84,7 @@ class StoreServer:
             self._lock = listen_socket.take(path)
             cleanup.callback(os.close, self._lock)
             self.memory = PoolMemory(
-                pool_bytes(options.size, memory_limits(), bytes_beside_pool(options)),
+                pool_bytes(options.size, memory_limits(), bytes_beside_pool(options), options.huge_pages),
                 huge_pages=options.huge_pages,
                 interleave=options.numa == "interleave",
             )
