@@ -1,5 +1,6 @@
 """Groups that vLLM keeps no prefixes of: our group 0 is vLLM's group 1, on each way between the two."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -8,16 +9,22 @@ from source_fakes import load_context
 from support import FakePool, make_request, step_output
 from vllm.v1.request import RequestStatus
 
+from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.scheduler.connector_scheduler import KVTierConnectorScheduler
 from vllm_kvtier.scheduler.integrity.checksum_index import ChecksumEntry, ChecksumIndex
 from vllm_kvtier.scheduler.leases.export_builder import ExportBuilder
 from vllm_kvtier.scheduler.leases.exports import ExportTable, LeaseKind
+from vllm_kvtier.scheduler.leases.pending_leases import PendingLease
 from vllm_kvtier.scheduler.matching.request_lifecycle import RequestLifecycle
+from vllm_kvtier.scheduler.matching.request_matcher import RequestMatcher
 from vllm_kvtier.scheduler.matching.request_state import RequestState
 from vllm_kvtier.scheduler.matching.transfer_params import read
 from vllm_kvtier.scheduler.offload.block_tables import BlockTables
+from vllm_kvtier.scheduler.sources.followed_prefill import FollowedPrefillSource
+from vllm_kvtier.scheduler.sources.prefill_handoff import PrefillHandoffSource
 from vllm_kvtier.telemetry.events import PLACES, Label, Removed, Stored
 from vllm_kvtier.vllm_compat import kv_events
+from vllm_kvtier.vllm_compat import requests as vr
 from vllm_kvtier.vllm_compat.engine_info import EngineInfo
 from vllm_kvtier.vllm_compat.hooks.block_pool import BlockPool
 
@@ -94,3 +101,24 @@ def test_exports_and_loads_end_where_left_out_groups_hold_nothing(prompt, usable
     export = exporter.finished(tracked, ([1, 2, 3, 4][: -(-prompt // SIZE)],))
     assert (export.tokens if export is not None else 0) == usable
     assert export is None or export.groups[0].ids == [1, 2, 3][: usable // SIZE]
+
+
+@pytest.mark.parametrize("follow", [False, True])
+@pytest.mark.parametrize("prompt", [3 * SIZE + 1, 3 * SIZE + 3, 4 * SIZE])
+def test_handoff_of_unknown_length_is_asked_up_to_where_exports_end(prompt, follow):
+    """Of a prefill that is followed, and where a router passes on addresses only."""
+    asked = []
+
+    def ask(address, timeout, notify=None, rehash=None, **fields):
+        asked.append(fields["digest"])
+        return PendingLease(address, None, math.inf)
+
+    peers = SimpleNamespace(ask=ask, follow=ask)
+    load = load_context(
+        [(SIZE, None)], SIZE, peers, config=KVTierConfig(pull_threshold=1), info={"left_behind": "RingSpec"}
+    )
+    matcher = RequestMatcher(load, [FollowedPrefillSource(load), PrefillHandoffSource(load)])
+    params = {"do_remote_prefill": True, "remote_host": "p", "remote_port": 1, "remote_request_id": "e"}
+    request = make_request("r", list(range(prompt)), SIZE, {**params, "kvtier": {"follow": follow}})
+    assert matcher.match(request, 0) == (None, False)
+    assert asked == [vr.prefix_digest(vr.block_hashes(request, 3 * SIZE, SIZE), b"")]
