@@ -3,9 +3,11 @@
 The worker's connection to the store tells which instance serves and how much of its memory is ready. One *backing* (a
 mapping and its copier) is in use at a time. When another instance serves, ``current`` becomes None at once; copies on
 the old backing end; then it is closed, and the new memory is mapped. While no store serves, the last backing stays for
-a while, because pinning it again would take seconds. On the worker's reactor.
+a while, because pinning it again would take seconds. On the worker's reactor; closing takes seconds too, on a thread of
+its own.
 """
 
+import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -28,38 +30,37 @@ RETRY_SECONDS = 0.01
 MAX_DELAY = 0.1
 # Seconds for which the memory stays pinned after the store disconnected.
 GRACE_SECONDS = 5.0
+UNMAP_THREAD = "kvtier-unmap"
 
 
 class Backing:
     """One instance's memory with its copier. ``users`` counts the copies under way; ``give`` it back when one ends."""
 
-    def __init__(
-        self,
-        mapping: PoolMapping,
-        copier: Copier,
-        on_closed: Callable[[], None],
-        soon: Callable[[Callable[[], None]], None],
-    ):
-        """``soon`` runs a callback later, on the reactor's thread."""
-        self.instance, self.copier, self._soon = mapping.instance, copier, soon
+    def __init__(self, mapping: PoolMapping, copier: Copier, on_closed: Callable[[], None]):
+        """``on_closed`` is called on any thread."""
+        self.instance, self.copier = mapping.instance, copier
         self.registered = 0  # bytes from the start that copies may use
         self.limit = 0  # bytes from the start that the store has made ready
         self.nbytes = mapping.nbytes  # of the pool; less if the store ran out of memory
         self._mapping, self._on_closed = mapping, on_closed
         self.users = 0
         self._retired = False
+        self._closing = threading.Lock()
 
     def give(self) -> None:
         self.users -= 1
         if self._retired and not self.users:
-            # Not here: unpinning takes seconds, and this may be the model runner's thread.
-            self._soon(self.close)
+            self._close_aside()
 
     def retire(self) -> None:
         """Begin no new copies; close when the last copy has ended, at once if there is none."""
         self._retired = True
         if not self.users:
-            self.close()
+            self._close_aside()
+
+    def _close_aside(self) -> None:
+        """Unpinning and unmapping take seconds, for which the caller's thread would do nothing else."""
+        threading.Thread(target=self.close, name=UNMAP_THREAD, daemon=True).start()
 
     def next_piece(self) -> tuple[int, int] | None:
         """(start, bytes) that can be registered next. Up to a multiple of PIECE_BYTES: no slot reaches across one."""
@@ -69,15 +70,16 @@ class Backing:
         return self.registered, end - self.registered
 
     def close(self) -> None:
-        """Close now; the copier waits for copies under way. Idempotent."""
-        if self._mapping is None:
-            return
-        mapping, self._mapping = self._mapping, None
-        try:
-            self.copier.close()
-        except Exception:  # the device failed; the memory is unmapped nevertheless
-            logger.exception("kvtier: store memory: unregistering it from the device failed")
-        mapping.close()
+        """Close now; the copier waits for copies under way. Idempotent; any thread."""
+        with self._closing:
+            if self._mapping is None:
+                return
+            mapping, self._mapping = self._mapping, None
+            try:
+                self.copier.close()
+            except Exception:  # the device failed; the memory is unmapped nevertheless
+                logger.exception("kvtier: store memory: unregistering it from the device failed")
+            mapping.close()
         self._on_closed()
 
 
@@ -177,16 +179,9 @@ class StoreMemory:
         self._on_change()
         self._old.retire()
 
-    def _soon(self, callback: Callable[[], None]) -> None:
-        def locked() -> None:
-            with self._lock:
-                callback()
-
-        self._reactor.call_soon(locked)
-
     def _old_closed(self) -> None:
         self._old = None
-        self._reactor.call_soon(self._changed)
+        self._changed()
 
     def _map(self) -> None:
         if self._old is not None or self._client.instance == self._refused:
@@ -206,7 +201,7 @@ class StoreMemory:
             else:
                 logger.exception("kvtier: store memory: it cannot be used; prompts are recomputed")
             return
-        self.current = Backing(mapping, copier, self._old_closed, self._soon)
+        self.current = Backing(mapping, copier, lambda: self._reactor.call_soon(self._old_closed))
         self._stuck, self.reason = False, ""
 
     def _register_soon(self, delay: float = 0.0) -> None:
