@@ -205,6 +205,16 @@ def test_gpu_prefix_with_states_ends_at_a_state(alone):
         assert gpu_prefix(BlockPool(pool), info, hashes) == 8
 
 
+def test_gpu_prefix_counts_blocks_larger_than_those_of_hashes():
+    """As in models whose layers have heads of unequal sizes: vLLM caches such a block under its last hash alone."""
+    hashes, fake = make_request("r", TOKENS, HASH_BLOCK_SIZE).block_hashes, FakePool(20, HASH_BLOCK_SIZE)
+    info = SimpleNamespace(groups=cache_groups([(2 * HASH_BLOCK_SIZE, None)]), full_groups=[0])
+    for i in (1, 3):
+        fake.cached[bytes(hashes[i]), 0] = i
+    pool = BlockPool(fake)
+    assert gpu_prefix(pool, info, hashes) == pool.cached_about(hashes, [0], 2 * HASH_BLOCK_SIZE) == 16
+
+
 def test_identity_text_names_all_parts(monkeypatch, tmp_path):
     monkeypatch.setattr(ns.kv_cache_utils, "NONE_HASH", b"seed", raising=False)
     monkeypatch.setattr(ns, "process_start", lambda: 1 << 62)  # these weights are loaded when they are written

@@ -229,7 +229,7 @@ class StoreSource(KVSource):
         if hints.handoff or not hashes or not self.limit():
             return None
         # about the tokens that vLLM's prefix cache has
-        cached = self._engine.pool.cached_about(hashes, self._info.full_groups, self._hash_block_size)
+        cached = self._engine.pool.cached_about(hashes, self._info.full_groups, self._geometry.alignment)
         start = cached // self._geometry.alignment * self._geometry.alignment
         if len(hashes) * self._hash_block_size <= start or request.num_tokens - 1 - start < self._few_tokens:
             return None

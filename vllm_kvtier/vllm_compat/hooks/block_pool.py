@@ -83,22 +83,21 @@ class BlockPool:
                 self._pool.evict_blocks({block})
                 last = block
 
-    def cached_about(self, block_hashes: list[bytes], groups: list[int], hash_block_size: int) -> int:
+    def cached_about(self, block_hashes: list[bytes], groups: list[int], tokens: int) -> int:
         """As ``cached_tokens``, with few lookups; too many tokens if a block in between was evicted."""
-        if not groups:
-            return 0
-        groups = [self._id(group) for group in groups]
-        return hash_block_size * bisect.bisect_left(
-            block_hashes, True, key=lambda h: self._pool.get_cached_block(h, groups) is None
-        )
+        ids, ends = self._ends(block_hashes, groups, tokens)
+        return tokens * bisect.bisect_left(ends, True, key=lambda h: self._pool.get_cached_block(h, ids) is None)
 
-    def cached_tokens(self, block_hashes: list[bytes], groups: list[int], hash_block_size: int) -> int:
-        """Tokens of the longest prefix of ``block_hashes`` in the GPU prefix cache, in all ``groups`` (0 without
-        any)."""
-        if not groups:
-            return 0
-        groups = [self._id(group) for group in groups]
-        for i, block_hash in enumerate(block_hashes):
-            if self._pool.get_cached_block(block_hash, groups) is None:
-                return i * hash_block_size
-        return len(block_hashes) * hash_block_size
+    def cached_tokens(self, block_hashes: list[bytes], groups: list[int], tokens: int) -> int:
+        """Tokens of the longest prefix of ``block_hashes`` in the GPU prefix cache, in all ``groups``, 0 without any: a
+        multiple of ``tokens``, at which blocks of all of them end."""
+        ids, ends = self._ends(block_hashes, groups, tokens)
+        for i, block_hash in enumerate(ends):
+            if self._pool.get_cached_block(block_hash, ids) is None:
+                return i * tokens
+        return len(ends) * tokens
+
+    def _ends(self, block_hashes: list[bytes], groups: list[int], tokens: int) -> tuple[list[int], list[bytes]]:
+        """vLLM's ids of ``groups``, and of ``block_hashes`` those that end at multiples of ``tokens``."""
+        per = tokens // self.hash_block_size
+        return [self._id(group) for group in groups], block_hashes[per - 1 :: per] if groups else []
