@@ -27,6 +27,7 @@ from vllm_kvtier.vllm_compat import kv_events
 from vllm_kvtier.vllm_compat import requests as vr
 from vllm_kvtier.vllm_compat.engine_info import EngineInfo
 from vllm_kvtier.vllm_compat.hooks.block_pool import BlockPool
+from vllm_kvtier.wire import messages as m
 
 SIZE = 4
 HASHES = [bytes([i]) * 32 for i in range(1, 4)]
@@ -104,14 +105,16 @@ def test_exports_and_loads_end_where_left_out_groups_hold_nothing(prompt, usable
 
 
 @pytest.mark.parametrize("follow", [False, True])
+@pytest.mark.parametrize("known", [0, 3 * SIZE + 2])
 @pytest.mark.parametrize("prompt", [3 * SIZE + 1, 3 * SIZE + 3, 4 * SIZE])
-def test_handoff_of_unknown_length_is_asked_up_to_where_exports_end(prompt, follow):
-    """Of a prefill that is followed, and where a router passes on addresses only."""
+def test_handoff_of_unknown_length_is_asked_up_to_where_exports_end(prompt, known, follow):
+    """Of a prefill that is followed, and where a router passes on addresses only. The blocks of an engine that tells
+    the length may be smaller."""
     asked = []
 
     def ask(address, timeout, notify=None, rehash=None, **fields):
         asked.append(fields["digest"])
-        return PendingLease(address, None, math.inf)
+        return PendingLease(address, m.LeaseRequest(1, "", **fields), math.inf)
 
     peers = SimpleNamespace(ask=ask, follow=ask)
     load = load_context(
@@ -119,6 +122,8 @@ def test_handoff_of_unknown_length_is_asked_up_to_where_exports_end(prompt, foll
     )
     matcher = RequestMatcher(load, [FollowedPrefillSource(load), PrefillHandoffSource(load)])
     params = {"do_remote_prefill": True, "remote_host": "p", "remote_port": 1, "remote_request_id": "e"}
-    request = make_request("r", list(range(prompt)), SIZE, {**params, "kvtier": {"follow": follow}})
+    own = {"follow": follow, "num_tokens": known, "instance": "p/1", "digest": ""}
+    request = make_request("r", list(range(prompt)), SIZE, {**params, "remote_block_ids": [], "kvtier": own})
     assert matcher.match(request, 0) == (None, False)
-    assert asked == [vr.prefix_digest(vr.block_hashes(request, 3 * SIZE, SIZE), b"")]
+    tail = vr.tail_hash(request, known, SIZE) if 0 < known < prompt else b""
+    assert asked == [vr.prefix_digest(vr.block_hashes(request, 3 * SIZE, SIZE), tail)]

@@ -53,9 +53,8 @@ class PrefillHandoffSource(PeerLeaseSource):
     def _exported_tokens(self, state: RequestState) -> int:
         """Tokens of the export, as the request's params say. Without them: all that can be of use."""
         most, early = self._geometry.lookup_tokens(state.request.num_tokens), state.hints.handoff.early_read
-        if self._geometry.whole_blocks:
-            most = most // self._geometry.alignment * self._geometry.alignment
-        return early.tokens if early is not None and 0 < early.tokens <= most else most
+        alignment = self._geometry.alignment if self._geometry.whole_blocks else 1
+        return early.tokens if early is not None and 0 < early.tokens <= most else most // alignment * alignment
 
     def _digest(self, state: RequestState, hashes: list[bytes], tokens: int, hash_block_size: int) -> bytes:
         return vr.prefix_digest(hashes, job_builder.tail_hash(state, tokens, hash_block_size, hashes))
