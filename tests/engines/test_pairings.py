@@ -9,6 +9,7 @@ import random
 
 import pytest
 from engine_client import Driver, Reply, assert_same, driving, random_tokens, with_sources
+from test_following import both
 
 from vllm_kvtier.devtools.engines import Engine, kvtier
 from vllm_kvtier.devtools.processes import free_port, kill_all, start_all
@@ -131,4 +132,8 @@ async def test_engines_of_other_block_sizes_pull_both_ways(sizes):
             local = reply.report["local_tokens"]
             assert local and reply.pulled + local == len(longer), reply.report
             assert_same(reply, await driver.ask(sizes[p], longer, 8, cache_salt="fresh"), (p, d))
+            prompt = random_tokens(random.Random(f"both {seed}"), 389)
+            _, reply = await both(driver, sizes[p], sizes[d], prompt)
+            assert reply.pulled == 389, "a decode engine that is asked ahead waits for the prefill's end"
+            assert_same(reply, await driver.ask(sizes[p], prompt, 8, cache_salt="fresh"), (p, d))
         await _assert_sound(driver, *sizes.values())
