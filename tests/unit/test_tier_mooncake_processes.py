@@ -170,6 +170,19 @@ def test_mooncake_lookup_of_a_silent_master_finds_nothing_in_time(reading, monke
     held.set()
 
 
+def test_mooncake_master_that_answers_a_long_queue_of_lookups_has_not_failed(reading, monkeypatch):
+    monkeypatch.setattr(reader, "LOOK_SECONDS", 0.5)
+    answer, asked = FakeClient.exist, []
+    monkeypatch.setattr(FakeClient, "exist", lambda *args: (time.sleep(0.05), asked.append(1), answer(*args))[2])
+    for _ in range(100):
+        reading.begin(m.Look, NAMESPACE_ID, 16, [GroupShape(1, PAGES)], BLOCK_HASHES, 0)
+    eventually(lambda: len(reading.sent) == 100)
+    assert not reading.states and len(asked) < 80, "and none is looked up any more that nothing waits for"
+    reading.have(0)
+    reading.sent.clear()
+    assert reading.look() == 1
+
+
 # -- reads --------------------------------------------------------------------------------------------------------
 
 

@@ -43,6 +43,7 @@ class MooncakeReader:
         self._deadlines: dict[int, Timer] = {}  # of calls that have begun
         self._numbers = itertools.count()
         self._avoided: dict[str, float] = {}  # place -> until when
+        self._answered = 0.0  # when the master last answered a lookup
 
     def open(self) -> m.Opened:
         self._master.open()
@@ -80,14 +81,18 @@ class MooncakeReader:
                 self._host.send(m.Located(message.id, token, end, seconds=time.monotonic() - began))
 
         def late() -> None:
-            self._master.failed(f"the master has not answered a lookup within {LOOK_SECONDS:g} s", late=True)
+            if self._answered < began:  # else only this process's queue is long
+                self._master.failed(f"the master has not answered a lookup within {LOOK_SECONDS:g} s", late=True)
             answer(message.start)
 
         timer = self._host.reactor.call_later(LOOK_SECONDS, self._host.guard(late))
         if client is None:
             answer(message.start)
             return
-        look = partial(self._end_of, client, prefix, message.namespace_id)
+
+        def look() -> int:
+            return message.start if timer is None else self._end_of(client, prefix, message.namespace_id)
+
         self._lookups.do(look, lambda end: answer(end if isinstance(end, int) else message.start))
 
     def _end_of(self, client: Client, prefix: Prefix, namespace_id: bytes) -> int:
@@ -99,6 +104,7 @@ class MooncakeReader:
             asked = names[at : at + count]
             keys = [key_of(namespace_id, *name) for name in asked]
             codes = self._master.check(client.exist(keys))
+            self._answered = time.monotonic()
             avoided = self._avoided_keys(client, [key for key, code in zip(keys, codes, strict=True) if code == 1])
             found = {
                 name for name, key, code in zip(asked, keys, codes, strict=True) if code == 1 and key not in avoided
