@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pull_fakes import HEADS, INNER, LAYERS, TOKENS, Pair, batch_of, cache, info, keys_of, pull_of
 from support import WITHOUT_SHRINKING, Uncontained, eventually
-from worker_halves import Half
+from worker_halves import Half, worker_without_threads
 
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.jobs.transfer_jobs import PullJob, StepWork
@@ -147,6 +147,26 @@ def test_pull_leaves_nothing_unverified_in_the_cache_of_a_cpu(fault):
         valid = 0 if block in result.bad_blocks else {5: TOKENS, 6: 2}[block]
         assert not any(page[block, :, valid:].any() for page in pages)
         assert not valid or pair.equal(block, block - 2, valid)
+
+
+def test_pull_of_many_reads_is_not_posted_by_the_model_runner(monkeypatch):
+    """Posting takes microseconds a read. All requests of the engine would wait for 100,000 of them."""
+    pair, exchange = Pair(), worker_without_threads()._exchange
+    exchange.pulls, exchange.memory = pair.pulls, pair.here
+    pair.there.compute_checksums([batch_of(range(1, 12))], None)
+    assert not pair.run(pair.order(pull_of([1], [1]))).failed  # connects
+    monkeypatch.setattr(pulls_module, "QUICK_READS", 4 * LAYERS)
+    for local, remote, posted in (
+        ([2, 3, 4, 5, 6], [4, 5, 6, 7, 8], True),  # adjacent: few reads
+        ([2, 3, 4, 6, 8], [3, 5, 7, 9, 11], False),
+    ):
+        work = StepWork(1, pulls=[pair.order(pull_of(local, remote))])
+        exchange.start_pulls(work, None)
+        if not posted:
+            assert pair.pulls.poll(quick=True) == []
+        assert bool(pair.transport.running) == posted
+        exchange.step(work, None, None)
+        assert not pair.goes_on(50).failed and pair.equal(local[0], remote[0])
 
 
 @pytest.fixture

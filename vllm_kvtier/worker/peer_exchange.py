@@ -281,7 +281,7 @@ class PeerExchange:
         jobs: list[PullJob] = [job for job in work.pulls if connect or self.pulls.connected(job.instance)]
         for job in jobs:
             work.pulls.remove(job)
-            result = self.pulls.start(job, before)
+            result = self.pulls.start(job, before, quick=not connect)
             if result is not None:
                 self._finish(result)
 

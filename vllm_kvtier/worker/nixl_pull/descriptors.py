@@ -103,6 +103,10 @@ class PageRows:
             size += int(self._length[rows].sum()) * len(local_ids)
         return Elements(np.concatenate(here).astype(np.int32), np.concatenate(there).astype(np.int32), size, moves)
 
+    def num_reads(self, group: int, local_ids: np.ndarray, remote_ids: np.ndarray) -> int:
+        """Reads of these blocks that NIXL makes, at least."""
+        return (len(self._rows[group]) + 1) * fewest_reads(local_ids, remote_ids)
+
 
 class Elements(NamedTuple):
     """Elements of both prepared lists to read, the total bytes, and (group, from ids, to ids) of blocks to move after

@@ -44,6 +44,11 @@ class DirectReads:
         info = self._chosen.get(instance)
         return info is not None and info.agent in self._peers and self._transport.knows(info.agent)
 
+    def num_reads(self, job: PullJob) -> int:
+        """How many NIXL makes of a job, at least; from a connected engine."""
+        rows = self._peers[self._chosen[job.instance].agent].rows
+        return sum(rows.num_reads(g.group, g.local, g.remote) for g in job.groups)
+
     def remove(self, instance: str) -> None:
         """Its ranks may be others than before."""
         self._chosen.pop(instance, None)

@@ -41,12 +41,15 @@ GRACE_SECONDS = 1.0
 MAX_ENGINES = 64
 # So long a pull is young: it may end within an idle step.
 YOUNG_SECONDS = 10e-3
+# The most reads that the model runner's thread posts for a pull: posting takes up to 5 us each, and all requests of the
+# engine wait meanwhile. The reactor posts more.
+QUICK_READS = 1000
 # Seconds between checks of an agent that did not end when it was retired.
 RECHECK_SECONDS = 1.0
 
 
 class Stage(enum.Enum):
-    WAITING = "waiting"  # to read: for its event, for another try, for a new agent, or for room in the ring
+    WAITING = "waiting"  # to read: for its event, another try, a new agent, room in the ring, or the reactor's thread
     READING = "reading"
     VERIFYING = "verifying"
     FAILED = "failed"  # the agent that reads may still write its blocks
@@ -66,6 +69,7 @@ class _Pull:
     not_before: float = 0.0  # to read
     began: float = 0.0  # to read, last
     rereads: int = 0
+    many_reads: bool | None = None  # None: not counted yet
 
     @property
     def bytes(self) -> int:
@@ -124,24 +128,24 @@ class Pulls:
         known = self._direct.connected(instance) or self._staged.connected(instance)
         return known and self._retire_by is None
 
-    def start(self, job: PullJob, after: torch.cuda.Event | None = None) -> PullResult | None:
+    def start(self, job: PullJob, after: torch.cuda.Event | None = None, quick: bool = False) -> PullResult | None:
         """Begin reading; returns a result if that is impossible. Our blocks may be written once ``after`` has passed:
-        NIXL knows no stream, so the read is not posted before."""
+        NIXL knows no stream, so the read is not posted before. ``quick``: as for ``poll``."""
         now = time.monotonic()
         pull = _Pull(job, now, now + job.timeout, after=after)
-        if self._retire_by is not None or not _free(pull):
-            pull.stage = Stage.WAITING
-        else:
-            try:
+        try:
+            if self._retire_by is not None or not _free(pull) or (quick and not self._quick(pull)):
+                pull.stage = Stage.WAITING
+            else:
                 self._read(pull)
-            except Exception as error:  # NIXL raises its own classes; any of them only costs this pull
-                return self._cannot_read(pull, error)
+        except Exception as error:  # NIXL raises its own classes; any of them only costs this pull
+            return self._cannot_read(pull, error)
         self._pulls.append(pull)
         return None
 
     def poll(self, quick: bool = False) -> list[PullResult]:
         """Advance every pull; returns the results of those that ended. ``quick``: leave slow work (retiring an agent,
-        making another) to a later call."""
+        making another, posting many reads) to a later call."""
         results = []
         for pull in list(self._pulls):
             try:
@@ -199,6 +203,15 @@ class Pulls:
         if pull.read.copies:
             pull.stage = Stage.VERIFYING
 
+    def _quick(self, pull: _Pull) -> bool:
+        """Whether its read begins at once: from a connected engine, with few reads or by the copier."""
+        job = pull.job
+        if self._retire_by is not None or not (self._staged if job.staged else self._direct).connected(job.instance):
+            return False
+        if pull.many_reads is None:  # a round of a staged pull has few
+            pull.many_reads = not job.staged and self._direct.num_reads(job) > QUICK_READS
+        return not pull.many_reads or (self._mapped is not None and self._mapped.ready(job.instance))
+
     def _open(self, job: PullJob, ranks: list[RankInfo]) -> DirectRead | StagedRead | MappedRead:
         if job.staged:
             return self._staged.open(job, ranks)
@@ -219,7 +232,7 @@ class Pulls:
                 return self._fail_now(pull, f"the read from {pull.job.instance} could not begin in time")
             if now < pull.not_before or self._retire_by is not None or not _free(pull):
                 return None
-            if quick and not self.connected(pull.job.instance):
+            if quick and not self._quick(pull):
                 return None
             try:
                 self._read(pull)

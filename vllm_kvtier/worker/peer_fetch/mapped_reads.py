@@ -28,6 +28,10 @@ class MappedReads:
     def __init__(self, fetches: PeerFetches, call_soon: Callable[[Callable[[], None]], None]):
         self._fetches, self._call_soon = fetches, call_soon
 
+    def ready(self, instance: str) -> bool:
+        """Whether ``open`` has many reads of this engine copied."""
+        return self._fetches.ready(instance)
+
     def open(self, job: PullJob, info: RankInfo) -> "MappedRead | None":
         """None: NIXL is to read it. ``info``: the rank whose pages lie as ours."""
         if info.shared is None or sum(len(g.local) for g in job.groups) < 2 or self._few_reads(job, info):
