@@ -20,6 +20,7 @@ from vllm_kvtier.store.tiers.nodes import lease_server as node_serving
 from vllm_kvtier.store.tiers.nodes import process as node_mover
 from vllm_kvtier.store.tiers.nodes.lease_server import NodeLeaseServer
 from vllm_kvtier.store.tiers.process import protocol as m
+from vllm_kvtier.store.tiers.promotion import MAX_JOBS
 from vllm_kvtier.wire.auth import ClusterKey
 from vllm_kvtier.wire.reactor import Reactor
 
@@ -186,6 +187,14 @@ def test_remote_store_that_failed_before_delays_no_lookup_until_it_answers(made,
         assert asker.do(lambda: down.address in connections), "it is tried again"
     made(Store, port=down.address.port, instance="back")
     eventually(lambda: asker.look([str(down.address)]).num_hash_blocks == 6)
+
+
+def test_remote_store_answers_as_many_lookups_at_once_as_a_store_has_promotions(made):
+    asker = made(Asker, made(Store))
+    looks = [m.Look(i, NAMESPACE_ID, 16, [GROUP], BLOCK_HASHES, 0, []) for i in range(MAX_JOBS)]
+    asker.do(lambda: [asker.tier_process.handle(look) for look in looks])
+    eventually(lambda: len(asker.heard) == MAX_JOBS)
+    assert all(located.num_hash_blocks == 6 for located in asker.heard)
 
 
 def test_remote_store_late_lease_is_returned(made, monkeypatch):

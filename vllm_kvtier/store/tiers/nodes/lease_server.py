@@ -27,8 +27,8 @@ from vllm_kvtier.wire.reactor import Timer
 logger = get_logger(__name__)
 
 MAX_CONNECTIONS = 256
-MAX_LOOKUPS = 64  # unanswered, per connection
-MAX_LEASES = 256  # per connection
+MAX_LOOKUPS = 256  # unanswered, per connection: a store promotes for so many requests at a time
+MAX_LEASES = 512  # per connection: one that waits for a promotion here keeps what it has found
 CHECK_SECONDS = 1.0  # between two checks for silent connections
 
 
