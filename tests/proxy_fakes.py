@@ -105,7 +105,8 @@ class FakeEngine:
     (vLLM 0.33). ``null_params``: put nulls on the other chunks, as vLLM 0.33 does. ``kv_port``: of a real endpoint that
     its params name; otherwise they name none. ``tokenize_status``, ``tokenize_hold``: as the first two, for /tokenize,
     whose tokens are the prompt's bytes. ``api_key``: the bearer token that all routes but /health require. ``passed``:
-    requests by routes that do not generate.
+    requests by routes that do not generate. ``stream_error``: status of the error that is all of a stream, but for the
+    role in a chat.
     """
 
     def __init__(self, name: str):
@@ -127,6 +128,7 @@ class FakeEngine:
         self.tokenize_hold: asyncio.Event | None = None
         self.tokenized: list[dict[str, Any]] = []
         self.api_key: str | None = None
+        self.stream_error: int | None = None
         self.follow = False  # its params say that decode engines can follow its prefills
         self.passed: list[Seen] = []
         self.port = 0
@@ -275,7 +277,7 @@ class FakeEngine:
 
     async def _stream(self, seen: Seen):
         try:
-            for i in range(self.chunks):
+            for i in range(0 if self.stream_error else self.chunks):
                 if self.gate is not None:
                     await self.gate.acquire()
                 await asyncio.sleep(0)  # uvicorn's send does not yield once the client has gone
@@ -291,6 +293,11 @@ class FakeEngine:
                 elif self.null_params:
                     chunk["kv_transfer_params"] = None
                 yield f"data: {json.dumps(chunk, separators=(',', ':'))}\n\n"
+            if self.stream_error:
+                if "messages" in seen.body:
+                    yield 'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n'
+                    await asyncio.sleep(0.01)
+                yield f"data: {json.dumps({'error': {'message': 'it died', 'code': self.stream_error}})}\n\n"
             yield "data: [DONE]\n\n"
             seen.finished = True
         except asyncio.CancelledError:

@@ -206,6 +206,27 @@ async def test_decode_engine_killed_after_first_bytes_ends_stream_with_error():
         assert c.core.state()["counts"]["broken_streams"] == 1
 
 
+@pytest.mark.parametrize("body", [turn("u1"), {"prompt": "u1"}], ids=["chat", "completion"])
+async def test_stream_that_is_only_an_error_is_retried(body):
+    """As of an engine whose core process has died: vLLM has answered 200 by then."""
+
+    async def ask() -> httpx.Response:
+        path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+        return await within(5, c.client.post(path, json=body | {"model": "m", "stream": True}))
+
+    async with Cluster(d=2) as c:
+        for d in c.d:
+            d.stream_error = 500
+        reply = await ask()
+        assert reply.status_code == 500 and reply.json()["error"]["message"] == "it died"
+        assert [len(d.seen) for d in c.d] == [1, 1] and all(engine.healthy for engine in c.core.decode)
+        c.d[1].stream_error = None
+        for _ in range(3):
+            assert text_of((await ask()).content) == "".join(c.d[1].text(body, i) for i in range(4))
+        c.d[0].stream_error = c.d[1].stream_error = 400
+        assert events((await ask()).content)[-2]["error"]["code"] == 400, "another engine would say the same"
+
+
 async def test_silent_stream_ends_with_error_after_idle_timeout():
     async with Cluster(stream_idle_timeout=0.2) as c:
         c.d[0].gate = asyncio.Semaphore(1)

@@ -112,6 +112,15 @@ def error_body(message: str, kind: str, status: int, param: str | None = None) -
     return msgspec.json.encode({"error": error})
 
 
+def find_server_error(events: bytes) -> tuple[int, bytes] | None:
+    """(status, JSON) of an error 5xx by which vLLM ends a stream; None if there is none."""
+    _, sign, rest = events.partition(b'data: {"error":')
+    document = (sign + rest.partition(b"\n")[0]).removeprefix(b"data: ")
+    error = transfer_params.as_dict(document).get("error") if sign else None
+    status = error.get("code") if isinstance(error, dict) else None
+    return (status, document) if isinstance(status, int) and 500 <= status < 600 else None
+
+
 def error_events(message: str, status: int) -> bytes:
     """The end of a stream that failed after its first bytes, in vLLM's form."""
     return sse.make_event(error_body(message, "upstream_error", status)) + sse.make_event(_DONE)

@@ -17,6 +17,8 @@ Failures and their handling:
   too, and none becomes unavailable: a client could ask for such answers again and again. If ``max_buffered_bytes`` is
   used up: 503. Of a prefill engine's answer, that means that its export is not known, and the decode engine computes.
 * The decode engine fails later, or ends its stream before ``[DONE]``: the stream ends with an error event.
+* An engine whose core process dies, or is shut down, ends streams that it has not begun with 200 and an error event: as
+  if it had answered 5xx.
 * The client leaves: the task of the request is cancelled. That closes the engine's connection, and the engine aborts.
 * No decode engine takes the export: it is released.
 """
@@ -37,7 +39,7 @@ from vllm_kvtier.proxy.messages import response_rewriter, sse
 from vllm_kvtier.proxy.messages.incoming_request import Incoming
 from vllm_kvtier.proxy.messages.request_bodies import ClientRequest
 from vllm_kvtier.proxy.messages.transfer_params import TransferParams, decode_only_params, find_params, prefill_params
-from vllm_kvtier.proxy.routes.client_answer import Answer, forwarded, forwarded_headers, is_stream, unavailable
+from vllm_kvtier.proxy.routes.client_answer import JSON, Answer, forwarded, forwarded_headers, is_stream, unavailable
 from vllm_kvtier.proxy.routes.engine_request import EngineRequest
 from vllm_kvtier.proxy.routing.admission import QueueFull
 from vllm_kvtier.proxy.routing.conversations import ConversationRoute, Holder, name_conversation
@@ -47,6 +49,17 @@ logger = get_logger(__name__)
 
 # The prefill engine does not serve this route or is full; the decode engine may serve it.
 _PREFILL_DECLINED = (404, 405, 429)
+
+# In a chat's first event, which has nothing else. Within a text its quotes have backslashes.
+_ROLE = b'"delta":{"role":'
+
+
+class StreamRefused(EngineFailure):
+    """A stream is nothing but an error of the engine's. ``answer``: for the client, if no other engine serves it."""
+
+    def __init__(self, engine: Engine, status: int, document: bytes):
+        super().__init__(f"{engine} answered a stream with error {status}.")
+        self.answer = Answer(status, JSON, document)
 
 
 class Prefill(enum.Enum):
@@ -250,6 +263,9 @@ class Generation(EngineRequest):
                     reply.close()
         except AnswerTooLarge as failure:
             return True, self._answer_too_large(failure)
+        except StreamRefused as failure:
+            self._suspects.append(engine)
+            return False, failure.answer
         except EngineFailure as failure:
             engine.mark_unavailable(str(failure))
             return False, None
@@ -295,18 +311,20 @@ class Generation(EngineRequest):
     # -- the answer ------------------------------------------------------------------------------------------------
 
     async def _first_events(self, reply: Reply, rewriter: response_rewriter.AnswerRewriter) -> bytes:
-        """The first whole events; before them, another decode engine can be tried. Raises EngineFailure, and
-        AnswerTooLarge for an event above the limit."""
+        """The first whole events that say anything; before them, another decode engine can be tried. Raises
+        EngineFailure, and AnswerTooLarge for an event above the limit."""
         try:
-            if events := rewriter.feed(reply.first):
-                return events
+            events = self._feed(reply, rewriter, reply.first)
             async with aclosing(reply.chunks(self._config.stream_idle_timeout)) as chunks:
-                async for data in chunks:
-                    if events := self._feed(reply, rewriter, data):
-                        return events
+                while _is_empty(events) and (data := await anext(chunks, None)) is not None:
+                    events += self._feed(reply, rewriter, data)
         except sse.EventTooLarge as error:
             raise AnswerTooLarge(f"{reply.engine}: {error}.") from error
-        raise EngineFailure(f"{reply.engine} ended a stream before its first event.")
+        if not events:
+            raise EngineFailure(f"{reply.engine} ended a stream before its first event.")
+        if error := response_rewriter.find_server_error(events):
+            raise StreamRefused(reply.engine, *error)
+        return events
 
     async def _relay(
         self, reply: Reply, rewriter: response_rewriter.AnswerRewriter, first: bytes, answer: Answer
@@ -358,3 +376,8 @@ class Generation(EngineRequest):
                 "prefill_seconds": self._prefill_seconds,
             },
         }
+
+
+def _is_empty(events: bytes) -> bool:
+    """Whether these are no events, or only those by which vLLM names the role of the answers of a chat."""
+    return not events or 0 < events.count(_ROLE) == events.count(b"\n\n")
