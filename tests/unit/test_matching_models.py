@@ -84,6 +84,20 @@ def test_matching_without_windows_reads_whole_prompt():
     assert made.match(request, 0) == (18, True)
 
 
+@pytest.mark.parametrize("seconds, found", [(110.0, 16), (130.0, 0)])
+@pytest.mark.parametrize("params", [HANDOFF, SOURCE])
+def test_matching_takes_no_lease_that_ends_before_it_is_read(params, seconds, found):
+    """vLLM may ask for none of the requests that wait for minutes. The peer ends a lease after three times
+    ``transfer_timeout``, and blocks that it gave to others would count as corrupt."""
+    made, peers = _matcher([(HASH_BLOCK_SIZE, None)])
+    request = make_request("r", list(range(18)), HASH_BLOCK_SIZE, params)
+    assert made.match(request, 0) == (None, False)
+    peers.grant(16)
+    peers.asked[0].deadline = time.monotonic() - seconds
+    assert made.match(request, 0) == (found, bool(found))
+    assert peers.released == [] if found else [7]
+
+
 @pytest.mark.parametrize("codec", ["raw", "int8", {"full": "fp8"}])
 def test_matching_encoded_export_is_not_read_early(codec):
     """Encoding the end of a prompt takes longer than the way of its answer: such reads failed their checksums."""

@@ -18,7 +18,9 @@ class LoadOrRecompute:
         hit = state.taken_hit
         if not hit.source.is_current(state, hit):
             return 0
-        if hit.start > computed or now - state.hit_at > self._config.transfer_timeout:
+        # Its lease may have been granted long before vLLM asked for the request.
+        timeout, asked = self._config.transfer_timeout, state.pending.deadline if state.pending is not None else now
+        if hit.start > computed or now - min(state.hit_at, asked + timeout) > timeout:
             return 0
         prompt = state.request.num_tokens
         tokens = self._geometry.usable_tokens(hit.tokens, prompt)
