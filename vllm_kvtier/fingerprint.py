@@ -8,6 +8,7 @@ import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from vllm_kvtier.file_digests import file_digests
 
@@ -97,6 +98,14 @@ def steps(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
             yield from steps(step.parent / os.readlink(step))
 
 
+def configuration(folder: Path) -> dict[str, Any]:
+    """config.json, without fields that change no value in the cache. Raises OSError and ValueError."""
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    if not isinstance(config, dict):
+        raise ValueError(f"config.json in {folder} is not an object")
+    return {key: value for key, value in config.items() if key not in IGNORED}
+
+
 def of_files(model: str, revision: str | None = None) -> str | None:
     """32 hexadecimal digits: a digest of config.json and of the weight files (``file_digests``). None without them.
 
@@ -107,12 +116,10 @@ def of_files(model: str, revision: str | None = None) -> str | None:
     if folder is None:
         return None
     weights = weight_files(folder)
+    if not weights:
+        return None
     try:
-        config = json.loads((folder / "config.json").read_text("utf-8"))
-        if not weights or not isinstance(config, dict):
-            return None
-        kept = {key: value for key, value in config.items() if key not in IGNORED}
-        digest = hashlib.blake2b(json.dumps(kept, sort_keys=True).encode(), digest_size=16)
+        digest = hashlib.blake2b(json.dumps(configuration(folder), sort_keys=True).encode(), digest_size=16)
         for file, found in zip(weights, file_digests(weights), strict=True):
             digest.update(f"{file.name}|{found}|".encode())
     except (OSError, ValueError):

@@ -281,6 +281,20 @@ def test_model_fingerprint_depends_on_weight_files(folder, load_format):
     assert ns.model_fingerprint(model(folder / "model.safetensors")) == ns.model_fingerprint(model(folder)), "one file"
 
 
+def test_model_fingerprint_ignores_what_a_model_adds_to_its_configuration(folder):
+    """As MiniMax M2 and Gemma 3 do, in the scheduler's process if there is one rank."""
+    hf, built = {"layers": 2}, {"layers": 2, "max_model_len": 512}
+    elsewhere = dict(hf_config_path=str(folder.parent / "other"))
+    assert ns.model_fingerprint(model(folder, hf=hf)) != ns.model_fingerprint(model(folder, hf=built)), "without a file"
+    (folder / "config.json").write_text('{"layers": 2, "transformers_version": "5.0"}')
+    one, several = ns.model_fingerprint(model(folder, hf=built)), ns.model_fingerprint(model(folder, hf=hf))
+    others = [ns.model_fingerprint(model(folder, hf=each, **elsewhere)) for each in (hf, {"layers": 3})]
+    assert one == several and others[0] != others[1], "vLLM read another file"
+    quantized = ns.model_fingerprint(model(folder, hf={"quantization_config": {"bits": 4}}))
+    (folder / "config.json").write_text('{"layers": 3}')
+    assert len({one, quantized, ns.model_fingerprint(model(folder, hf=hf))}) == 3
+
+
 @pytest.mark.parametrize("load_format, loaded", [("pt", "a.bin"), ("npcache", "a.bin"), ("gguf", "a.gguf")])
 def test_model_fingerprint_uses_files_of_load_format(folder, load_format, loaded):
     """Beside safetensors that are not."""

@@ -13,7 +13,16 @@ from typing import Any
 from vllm.v1.core import kv_cache_utils
 
 from vllm_kvtier.file_digests import file_digests
-from vllm_kvtier.fingerprint import IGNORED, KINDS, changed_since, model_folder, of_files, process_start, weight_files
+from vllm_kvtier.fingerprint import (
+    IGNORED,
+    KINDS,
+    changed_since,
+    configuration,
+    model_folder,
+    of_files,
+    process_start,
+    weight_files,
+)
 from vllm_kvtier.logs import get_logger
 from vllm_kvtier.vllm_compat.options import changed, engine_options, format_options
 from vllm_kvtier.vllm_compat.probe.features import granted, value
@@ -173,17 +182,32 @@ def _draft_model(vllm_config: Any) -> Any:
     return draft if (draft.model, draft.revision) != (model.model, model.revision) else None
 
 
+def _configuration(vllm_config: Any, folder: Path | None) -> dict[str, Any]:
+    """As its file has it: vLLM's models change ``hf_config`` where they are built, which is in this process if there is
+    one rank, and in others if there are several. As it is now, if vLLM read another file."""
+    model = vllm_config.model_config
+    config = {key: value for key, value in model.hf_config.to_dict().items() if key not in IGNORED}
+    if folder is None or model.hf_config_path or model.config_format not in ("auto", "hf"):
+        return config
+    if (folder / "params.json").exists():  # of Mistral's format
+        return config
+    try:
+        # ModelOpt may have this in a file of its own.
+        return {key: config[key] for key in ("quantization_config",) if key in config} | configuration(folder)
+    except (OSError, ValueError):
+        return config
+
+
 def model_fingerprint(vllm_config: Any) -> str:
     """Digest of the model's files: configuration and weights, the processors' configuration if it takes media, its own
     code if it has any, and the files of a draft model that keeps KV. Random if the weights are not known to be those of
     files on this machine: KV of such a model is not shared unless the option model_fingerprint names it."""
     model = vllm_config.model_config
     digest = hashlib.blake2b(digest_size=16)
-    config = {k: v for k, v in model.hf_config.to_dict().items() if k not in IGNORED}
-    digest.update(json.dumps(config, sort_keys=True, default=str).encode())
     load = vllm_config.load_config
     path = Path(model.model).expanduser()
     folder = path if path.is_file() else model_folder(model.model, model.revision, load.download_dir)
+    digest.update(json.dumps(_configuration(vllm_config, folder), sort_keys=True, default=str).encode())
     kinds = [*(_MEDIA_FILES if model.multimodal_config is not None else ()), *(["*.py"] * model.trust_remote_code)]
     for file in [file for kind in kinds if folder for file in sorted(folder.glob(kind))]:
         digest.update(f"|{file.name}|".encode() + hashlib.blake2b(file.read_bytes()).digest())
