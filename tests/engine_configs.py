@@ -27,7 +27,8 @@ def at_defaults(cls: type, **fields: Any) -> Any:
 
 def engine_config(
     hf: dict | None = None, cache: dict | None = None, load: dict | None = None, attention: dict | None = None,
-    ranks: int = 1, lora: Any = None, additional: dict | None = None, asked_length: int | None = None, **model: Any,
+    ranks: int = 1, lora: Any = None, additional: dict | None = None, asked_length: int | None = None,
+    mla: bool = False, **model: Any,
 ) -> VllmConfig:  # fmt: skip
     """``hf``: the model's config.json; ``asked_length``: --max-model-len; ``model``: fields of ModelConfig."""
     hf = hf or {}
@@ -37,7 +38,7 @@ def engine_config(
     }  # fmt: skip
     parallel = at_defaults(ParallelConfig)
     parallel.tensor_parallel_size, parallel.pipeline_parallel_size = ranks, 1
-    model_config = at_defaults(ModelConfig, **model)
+    model_config = at_defaults(type("ModelConfig", (ModelConfig,), {"use_mla": mla}), **model)
     model_config.original_max_model_len = asked_length
     return at_defaults(
         VllmConfig,

@@ -54,6 +54,13 @@ def test_calibrated_scales_make_namespace_private():
     assert ns.namespace(config, 16, "model").mismatch(ns.namespace(config, 16, "model"))
 
 
+def test_namespace_of_latents_does_not_depend_on_the_number_of_ranks():
+    """DeepSeek V4 has "auto" in the scheduler's configuration if there are several ranks, and "fp8_ds_mla" with one."""
+    names = "auto", "fp8", "fp8_ds_mla", "fp8_e5m2"
+    assert len({of(cache={"cache_dtype": name}) for name in names}) == 4
+    assert len({of(cache={"cache_dtype": name}, mla=True) for name in names}) == 2, "pages may not tell e5m2"
+
+
 def test_namespace_depends_on_lora_settings():
     """The same files make other KV."""
     usual = LoRAConfig(lora_dtype=torch.bfloat16)

@@ -63,7 +63,7 @@ def namespace(vllm_config: Any, hash_block_size: int, fingerprint: str) -> Names
     """Call when hashing is set up: vLLM makes NONE_HASH late in the engine core's start."""
     parallel = vllm_config.parallel_config
     cache = vllm_config.cache_config
-    cache_dtype = f"{cache.cache_dtype}/{vllm_config.model_config.dtype}".replace("torch.", "")
+    cache_dtype = f"{_cache_dtype(vllm_config)}/{vllm_config.model_config.dtype}".replace("torch.", "")
     if value(cache, "CacheConfig.calculate_kv_scales"):
         # An option of older vLLM: scales come from the engine's first batch, so that no other engine has the same.
         cache_dtype += f"/scales of {os.urandom(8).hex()}"
@@ -78,6 +78,15 @@ def namespace(vllm_config: Any, hash_block_size: int, fingerprint: str) -> Names
         adapters=adapters(vllm_config),
         options=engine_options(vllm_config),
     )
+
+
+def _cache_dtype(vllm_config: Any) -> str:
+    """MLA's layers choose among some formats when they are built, and write their choice into the configuration: into
+    this process's only if the engine has one rank. So these have one name; engines compare dtypes and sizes of pages,
+    too."""
+    name = str(vllm_config.cache_config.cache_dtype)
+    chosen = name in ("auto", "fp8", "fp8_e4m3") or name.endswith("_ds_mla")
+    return "auto or fp8" if chosen and vllm_config.model_config.use_mla else name
 
 
 def adapters(vllm_config: Any) -> str:
