@@ -254,7 +254,8 @@ def _gguf(stream: BinaryIO, size: int) -> list[Span]:
 
 
 def _memory() -> Path:
-    folder = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
+    # Raises nothing for a user without a home directory, as in some containers.
+    folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(folder) / "vllm-kvtier" / "digests.json"
 
 

@@ -1,8 +1,11 @@
 """Which way copies go: rules by size, the cache of a machine's own measurements, what is refused."""
 
+import pwd
+
 import msgspec
 import pytest
 
+from vllm_kvtier import file_digests
 from vllm_kvtier.worker import tuning
 from vllm_kvtier.worker.tuning import Choice, Rule, Tuning
 
@@ -43,6 +46,15 @@ def test_tuning_measured_choice_is_used(home):
     assert tuning.for_device("NVIDIA X/200") == SAMPLE
     assert tuning.for_device("NVIDIA X100") == tuning.DEFAULT
     assert [f.name for f in file.parent.iterdir()] == [file.name]  # no draft is left
+
+
+def test_caches_of_user_without_home_directory_raise_nothing(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for name in ("XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+    assert tuning.for_device("NVIDIA X/200") == tuning.DEFAULT
+    assert not file_digests._memory().exists()
 
 
 def test_tuning_hopper_cards_share_what_was_measured_on_one():

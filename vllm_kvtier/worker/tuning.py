@@ -125,7 +125,8 @@ STORE_PRIORITY, LOAD_PRIORITY = -1, -2
 
 def cache_file(device: str, home: Path | None = None) -> Path:
     """The file of measurements for devices of this name in ``home``, by default the user's cache."""
-    home = home or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    # Raises nothing for a user without a home directory, as in some containers.
+    home = home or Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     name = "".join(c if c.isalnum() else "-" for c in device.lower()).strip("-")
     return home / "vllm-kvtier" / f"copies-{name}.json"
 
