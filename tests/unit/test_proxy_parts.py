@@ -63,6 +63,9 @@ def test_engine_address_with_bad_endpoint_raises(text):
     [
         ({"decode": ()}, "no decode engine"),
         ({"decode": (EngineAddress("h:1"),)}, "is invalid"),
+        ({"decode": (EngineAddress("http://a..b:1"),)}, "is invalid"),
+        ({"decode": (EngineAddress("http://h:99999"),)}, "is invalid"),
+        ({"decode": (EngineAddress("http://[::1"),)}, "is invalid"),
         ({"decode": (EngineAddress("http://u:pw@h:1"),)}, "password"),
         ({"decode": (EngineAddress("http://h:1/v1"),)}, "before /v1"),
         ({"decode": D + D}, "twice"),

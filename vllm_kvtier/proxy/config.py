@@ -82,8 +82,13 @@ class EngineAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def check(self) -> None:
         """Raise ConfigError if an option is invalid."""
-        parts = urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            parts = urlsplit(self.url)
+            parts.port  # noqa: B018 (raises)
+            host = (parts.hostname or "").encode("idna")
+        except ValueError as error:
+            raise ConfigError(f"The engine URL {self.url!r} is invalid: {error}.") from error
+        if parts.scheme not in ("http", "https") or not host:
             raise ConfigError(f"The engine URL {self.url!r} is invalid: write http://HOST:PORT.")
         if parts.username or parts.password:
             # It would be visible in logs and in /kvtier/state.
