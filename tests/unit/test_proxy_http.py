@@ -608,6 +608,19 @@ async def test_connections_without_request_are_ended(first, begin):
         assert (await held).status_code == 200
 
 
+async def test_connections_are_kept_for_client_timeout():
+    """Load balancers keep theirs for a minute, uvicorn for 5 s: requests would meet one that has just ended."""
+    async with Cluster() as c:
+        c._proxy.config.timeout_keep_alive = 0
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(c.url.rpartition(":")[2]))
+        for _ in range(2):
+            writer.write(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+            assert await reader.readuntil(b"}")
+            with pytest.raises(asyncio.TimeoutError):
+                await asyncio.wait_for(reader.read(1), 0.2)
+        writer.close()
+
+
 async def test_client_that_leaves_a_pipelined_request_is_noticed():
     async with Cluster(p=0) as c:
         c.d[0].hold = asyncio.Event()

@@ -61,7 +61,7 @@ class BoundedProtocol(_Base):
         return _BUSY if self.cycle is not None and not self.cycle.response_complete else self.cycle
 
     def _watch(self) -> None:
-        seconds = self.config.app.core.config.client_timeout
+        seconds = self.timeout_keep_alive = self.config.app.core.config.client_timeout
         self._watcher = self.loop.call_later(seconds, self._end_if_silent, self._request())
 
     def _end_if_silent(self, before: object) -> None:
