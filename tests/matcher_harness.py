@@ -306,7 +306,7 @@ class World:
         assert {o.lease for o in host if o.session == self.client.session and self.client.connected} == self.client.held
         assert {o.lease for o in peers} == self.peers.held
         loads = [
-            (t.hit.source.timed_as(t.hit), t.hit.nbytes)
+            (t.hit.source.timed_as(t.hit), self.load.engine.geometry.load_bytes(t.hit, t.num_computed_tokens))
             for t in tracked
             if t.life.state in busy[1:] and t.hit.source.timed_as(t.hit) and not isinstance(t.job, FailedJob)
         ]

@@ -23,7 +23,7 @@ from vllm_kvtier.scheduler.admin.gauges import REFRESH_SECONDS, Gauges
 from vllm_kvtier.scheduler.leases import lease_client
 from vllm_kvtier.scheduler.leases.exports import Refusal
 from vllm_kvtier.scheduler.matching.request_lifecycle import RequestLifecycle, State
-from vllm_kvtier.scheduler.matching.request_state import RequestState
+from vllm_kvtier.scheduler.matching.request_state import LoadUnderWay, RequestState
 from vllm_kvtier.scheduler.matching.transfer_params import read
 from vllm_kvtier.scheduler.offload import store_jobs
 from vllm_kvtier.scheduler.planner import load_planner
@@ -261,14 +261,14 @@ def test_load_time_for_planner_excludes_wait_for_steps(prompts):
     source = SimpleNamespace(
         cost_key="host", stage_metric="host_hit_seconds", on_loaded=lambda t: None, on_result=lambda t, r: None
     )
-    hit = SimpleNamespace(source=source, nbytes=1000)
+    hit = SimpleNamespace(source=source)
     life = SimpleNamespace(state=State.LOADING)
     now = time.monotonic()
     tracked = SimpleNamespace(taken_hit=hit,
         life=life,
         hit=hit,
         plan=plan,
-        under_way=None,
+        under_way=LoadUnderWay("host", 1000, None),
         num_external_tokens=16,
         others_running=True,
         synchronous=False,

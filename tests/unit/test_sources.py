@@ -123,6 +123,21 @@ def test_sixth_source_load_with_bad_checksum_is_recomputed(world):
     assert (world.shelf.loaded, world.shelf.released, world.shelf.failed) == ([], [1], [[(0, 8)]])
 
 
+def test_sixth_source_load_is_planned_and_measured_by_what_vllm_lacks(world, monkeypatch):
+    """Its prefix cache got half of the hit, which another request loaded, after the lookup was sent."""
+    planner, decided, measured = world.load.planner, [], []
+    decide = planner.decide
+    monkeypatch.setattr(planner, "decide", lambda *args: decided.append(args) or decide(*args))
+    monkeypatch.setattr(planner, "observe_load", lambda *args: measured.append(args))
+    assert world.matcher.match(world.request, 0) == (None, False)
+    world.shelf.answers[-1].outcome = [7, 8, 9, 10]  # 400 bytes
+    assert world.matcher.match(world.request, 8) == (8, True)
+    world.matcher.allocated(world.request, ([21, 22, 23, 24, 25],), 8)
+    assert planner.report()["shelf_queued_bytes"] == 200
+    world.results.arrived([LoadResult("r", set(), "", 200, 0.01, 0.0)], {"r"})
+    assert [args[:4] for args in decided] == [("shelf", 8, 16, 200)] and measured == [("shelf", 200, 0, 0.01)]
+
+
 @pytest.mark.parametrize("slots, reason", [([], "not_in_store"), ([5] * 9, "malformed")])
 def test_sixth_source_unusable_answer_is_recomputed(world, slots, reason):
     world.matcher.match(world.request, 0)

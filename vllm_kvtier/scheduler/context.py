@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # what reads one of these objects needs not import vLLM for t
     from vllm_kvtier.scheduler.integrity.sync_load import SyncLoad
     from vllm_kvtier.scheduler.leases.lease_client import LeaseClient
     from vllm_kvtier.scheduler.planner.load_planner import LoadPlanner
+    from vllm_kvtier.scheduler.sources.base import LookupHit
     from vllm_kvtier.scheduler.sources.slot_layout import NamespaceIds
     from vllm_kvtier.telemetry.stats import Counters
     from vllm_kvtier.vllm_compat.engine_info import EngineInfo
@@ -55,6 +56,10 @@ class BlockGeometry:
     def lookup_tokens(self, prompt: int) -> int:
         """As ``CacheKind.lookup_tokens``, for all groups."""
         return min(group.kind.lookup_tokens(prompt) - self.whole_blocks for group in self.groups)
+
+    def load_bytes(self, hit: LookupHit, start: int) -> int:
+        """What one rank transfers of ``hit`` from token ``start`` on. Windows and states are needed in any case."""
+        return hit.bytes_from(start) if all(group.kind.whole_prefix for group in self.groups) else hit.nbytes
 
     @cached_property
     def by_position(self) -> bool:

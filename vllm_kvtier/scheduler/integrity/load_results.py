@@ -124,17 +124,17 @@ class LoadResults:
         self._counters.observe(f"{ended.kind}_seconds", ended.outcome, ended.seconds)
 
     def _succeeded(self, state: RequestState, ended: EndedLoad | None) -> None:
-        hit = state.taken_hit
+        hit, load = state.taken_hit, state.under_way
         hit.source.on_loaded(state)
-        if ended is not None and state.under_way is not None and state.under_way.expected is not None:
-            self._learn_duration(state, ended, state.under_way)
+        if ended is not None and load is not None and load.expected is not None:
+            self._learn_duration(state, ended, load)
         if ended is None or state.plan is None or not hit.source.cost_key:
             return
         # Without the time that it waited for other requests' steps.
         seconds, expected = ended.seconds - ended.fenced, state.plan.load_seconds
         # An upper bound is of use only if more was expected.
-        if ended.exact or seconds < expected:
-            self._planner.observe_load(hit.source.cost_key, hit.nbytes, state.plan.queued_bytes, seconds)
+        if load is not None and (ended.exact or seconds < expected):
+            self._planner.observe_load(load.cost_key, load.nbytes, state.plan.queued_bytes, seconds)
             if expected > 0:
                 self._counters.observe("load_time_ratio", hit.source.cost_key, seconds / expected)
         if state.others_running and not state.synchronous and ended.exact:

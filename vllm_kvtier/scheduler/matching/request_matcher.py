@@ -259,7 +259,7 @@ class RequestMatcher:
         cost_key, planned = hit.source.timed_as(hit), bool(hit.source.cost_key)
         if not cost_key:
             return
-        nbytes, expected = hit.nbytes if planned else hit.bytes_from(state.num_computed_tokens), None
+        nbytes, expected = self._geometry.load_bytes(hit, state.num_computed_tokens), None
         # Not of a load that waits for others, or that maps its source's memory before.
         if not planned and not self._planner.loading(cost_key) and self._sync_load.is_mapped(hit.instance):
             expected = self._planner.load_seconds(cost_key, nbytes)

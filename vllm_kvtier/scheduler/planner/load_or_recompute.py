@@ -37,7 +37,8 @@ class LoadOrRecompute:
         # A load among others is of use when their steps are over; what is computed is computed in such a step.
         least = 0.0 if alone else self._planner.handover_seconds()
         hit, prompt = state.taken_hit, state.request.num_tokens
-        state.plan = self._planner.decide(hit.source.cost_key, computed, tokens, hit.nbytes, prompt, least)
+        nbytes = self._geometry.load_bytes(hit, computed)
+        state.plan = self._planner.decide(hit.source.cost_key, computed, tokens, nbytes, prompt, least)
         state.planned = (computed, tokens)
         load = state.plan.should_load or self._config.load_policy == "always"
         self._counters.count("load_decisions", state.plan.reason if load == state.plan.should_load else "policy_always")
