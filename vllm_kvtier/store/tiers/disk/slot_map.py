@@ -4,6 +4,7 @@ The server frees a position first. The tier process must record that before it w
 the old block's name would lead to the new bytes. A discarded or cleared block must be recorded at once.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from operator import attrgetter
@@ -21,6 +22,7 @@ Shapes = tuple[int, Sequence[GroupShape]]  # tokens per hash block, groups
 
 LEASE_SECONDS = 3600.0  # a safeguard against missing releases; reads have leases without a deadline
 RESTORE_STEP = 2048  # blocks restored before other events are handled: some 10 ms
+RESTORE_PAGES = 1 << 16  # pages whose blocks are sorted at a time: to sort millions of blocks takes seconds
 
 
 class Gone:
@@ -108,14 +110,23 @@ class SlotMap:
         limits = IndexLimits(LEASE_SECONDS, tenant_share=self._tenant_share)
         self._index = index = Index(pool, self._policy, self._clock, limits)
         kept, self._kept = self._kept, []
+        regions: defaultdict[int, list[m.Move]] = defaultdict(list)
+        for first in range(0, len(kept), RESTORE_STEP):
+            for move in kept[first : first + RESTORE_STEP]:
+                regions[move.position // RESTORE_PAGES].append(move)
+            yield
         taken: set[int] = set()
-        for moves in _pieces(sorted(kept, key=attrgetter("position"))):
+        for region in sorted(regions):
+            moves = sorted(regions.pop(region), key=attrgetter("position"))
             valid = [move for move in moves if self._is_valid(move)]
             good = pool.restore([move.position for move in valid], [move.pages for move in valid])
             taken.update(id(move) for move, is_good in zip(valid, good, strict=True) if is_good)
             yield
         index.grow(pages)
-        for moves in _pieces(kept):
+        kept.reverse()
+        while kept:  # they are freed one step at a time, too
+            moves = kept[: -RESTORE_STEP - 1 : -1]
+            del kept[-RESTORE_STEP:]
             for is_taken, some in groupby(moves, lambda move: id(move) in taken):
                 if is_taken:
                     for namespace_id, blocks in groupby(some, attrgetter("namespace_id")):
@@ -287,7 +298,3 @@ class SlotMap:
             client = self._clients[key] = len(self._clients) + 1
             self._index.connect(client, hash_block_size, shapes)
         return client
-
-
-def _pieces(moves: list[m.Move]) -> Iterator[list[m.Move]]:
-    return (moves[start : start + RESTORE_STEP] for start in range(0, len(moves), RESTORE_STEP))
