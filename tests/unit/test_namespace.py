@@ -296,10 +296,24 @@ def test_model_fingerprint_ignores_what_a_model_adds_to_its_configuration(folder
     (folder / "config.json").write_text('{"layers": 2, "transformers_version": "5.0"}')
     one, several = ns.model_fingerprint(model(folder, hf=built)), ns.model_fingerprint(model(folder, hf=hf))
     others = [ns.model_fingerprint(model(folder, hf=each, **elsewhere)) for each in (hf, {"layers": 3})]
-    assert one == several and others[0] != others[1], "vLLM read another file"
+    assert one == several and others[0] != others[1], "vLLM read another file, which is not here"
     quantized = ns.model_fingerprint(model(folder, hf={"quantization_config": {"bits": 4}}))
     (folder / "config.json").write_text('{"layers": 3}')
     assert len({one, quantized, ns.model_fingerprint(model(folder, hf=hf))}) == 3
+
+
+def test_model_fingerprint_is_that_of_weights_loaded_to_another_directory(folder, tmp_path, monkeypatch):
+    """Its hub's cache has the configuration, that directory the weights."""
+    hub = tmp_path / "hub"
+    shutil.copytree(folder, hub)
+    (hub / "config.json").write_text('{"layers": 2}')
+    monkeypatch.setattr(ns, "model_folder", lambda name, revision=None, download=None: folder if download else hub)
+    monkeypatch.setattr(ns, "changed_since", lambda *_: False)
+    usual = ns.model_fingerprint(model("org/model", hf={"layers": 2}))
+    load = {"download_dir": "elsewhere", "load_format": "auto"}
+    assert ns.model_fingerprint(engine_config({"layers": 2, "more": 1}, model="org/model", load=load)) == usual
+    by_path = model(folder, hf={"layers": 2, "more": 1}, hf_config_path="org/model")
+    assert ns.model_fingerprint(by_path) == usual
 
 
 @pytest.mark.parametrize("load_format, loaded", [("pt", "a.bin"), ("npcache", "a.bin"), ("gguf", "a.gguf")])

@@ -195,16 +195,22 @@ def _configuration(vllm_config: Any, folder: Path | None) -> dict[str, Any]:
     """As its file has it: vLLM's models change ``hf_config`` where they are built, which is in this process if there is
     one rank, and in others if there are several. As it is now, if vLLM read another file."""
     model = vllm_config.model_config
+    name = model.hf_config_path or model.model
     config = {key: value for key, value in model.hf_config.to_dict().items() if key not in IGNORED}
-    if folder is None or model.hf_config_path or model.config_format not in ("auto", "hf"):
+    if model.hf_config_path or vllm_config.load_config.download_dir:  # only weights are loaded to that directory
+        folder = model_folder(name, model.revision)
+    if folder is None or model.config_format not in ("auto", "hf"):
         return config
     if (folder / "params.json").exists():  # of Mistral's format
         return config
     try:
-        # ModelOpt may have this in a file of its own.
-        return {key: config[key] for key in ("quantization_config",) if key in config} | configuration(folder)
+        found = configuration(folder)
+        if changed_since(process_start(), name, model.revision, [folder / "config.json"]):
+            return config
     except (OSError, ValueError):
         return config
+    # ModelOpt may have this in a file of its own.
+    return {key: config[key] for key in ("quantization_config",) if key in config} | found
 
 
 def model_fingerprint(vllm_config: Any) -> str:
