@@ -205,6 +205,9 @@ def _across(documents: list[dict], workloads: list[dict]) -> Iterator[str]:
             yield f"{name} does not use the store at {socket}"
         if pod["securityContext"]["runAsUser"] != store["securityContext"]["runAsUser"]:
             yield f"{name} is another user than the store, which refuses it"
+        to_end = _option(arguments(pod["containers"][0]), "shutdown-timeout")
+        if not 0 < int(to_end or 0) < pod["terminationGracePeriodSeconds"]:
+            yield f"{name} is killed before its requests have ended"
         if _host_path(pod, socket) != _host_path(store, socket):
             yield f"{name} does not have the store's directory"
         if pod["containers"][0]["resources"]["limits"].get("nvidia.com/gpu") is None:

@@ -184,6 +184,10 @@ def too_little_grace(f):
     pod(f, "proxy.yaml")["terminationGracePeriodSeconds"] = 30
 
 
+def requests_not_completed(f):
+    pod(f, "decode.yaml")["terminationGracePeriodSeconds"] = 30
+
+
 def not_in_kustomization(f):
     f["kustomization.yaml"][0]["resources"].remove("store.yaml")
 
@@ -225,6 +229,7 @@ MUTATIONS = {
     engine_not_routed: "decode-2",
     proxy_option: "drain_dealy",
     too_little_grace: "killed before it has drained",
+    requests_not_completed: "killed before its requests",
     not_in_kustomization: "does not have store.yaml",
     image_unknown: "kvtier-router",
     no_gpu: "has no GPU",
