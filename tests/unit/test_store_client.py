@@ -404,7 +404,9 @@ def test_store_launch_failure_is_reported_with_backoff(path, connect, monkeypatc
     eventually(lambda: client._starter._after > time.monotonic() + 30)
     server = make(path)
     eventually(lambda: client.connected, what="another store is found nevertheless")
+    launched = len(calls)
     server.stop()
+    eventually(lambda: len(calls) > launched, what="no backoff is left of before that")
 
 
 def test_store_client_close_ends_requests_and_connection(server, client, reactor):

@@ -153,8 +153,8 @@ class Starter:
         self._backoff = min(self._backoff * 2, BACKOFF_SECONDS[1])
 
     def succeeded(self) -> None:
-        """A store is connected: reset the backoff."""
-        self._backoff = BACKOFF_SECONDS[0]
+        """A store is connected: end the backoff."""
+        self._backoff, self._after = BACKOFF_SECONDS[0], 0.0
 
     def _run(self) -> None:
         try:
