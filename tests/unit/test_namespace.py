@@ -55,7 +55,7 @@ def test_calibrated_scales_make_namespace_private():
 
 
 def test_namespace_of_latents_does_not_depend_on_the_number_of_ranks():
-    """DeepSeek V4 has "auto" in the scheduler's configuration if there are several ranks, and "fp8_ds_mla" with one."""
+    """DeepSeek V4 has "auto" in the scheduler's configuration, and "fp8_ds_mla" if its layers are in that process."""
     names = "auto", "fp8", "fp8_ds_mla", "fp8_e5m2"
     assert len({of(cache={"cache_dtype": name}) for name in names}) == 4
     assert len({of(cache={"cache_dtype": name}, mla=True) for name in names}) == 2, "pages may not tell e5m2"
@@ -289,7 +289,7 @@ def test_model_fingerprint_depends_on_weight_files(folder, load_format):
 
 
 def test_model_fingerprint_ignores_what_a_model_adds_to_its_configuration(folder):
-    """As MiniMax M2 and Gemma 3 do, in the scheduler's process if there is one rank."""
+    """As MiniMax M2 and Gemma 3 do, in the scheduler's process if there is one rank and no data parallelism."""
     hf, built = {"layers": 2}, {"layers": 2, "max_model_len": 512}
     elsewhere = dict(hf_config_path=str(folder.parent / "other"))
     assert ns.model_fingerprint(model(folder, hf=hf)) != ns.model_fingerprint(model(folder, hf=built)), "without a file"

@@ -82,8 +82,8 @@ def namespace(vllm_config: Any, hash_block_size: int, fingerprint: str) -> Names
 
 def _cache_dtype(vllm_config: Any) -> str:
     """MLA's layers choose among some formats when they are built, and write their choice into the configuration: into
-    this process's only if the engine has one rank. So these have one name; engines compare dtypes and sizes of pages,
-    too."""
+    this process's only if they are built here (see ``_configuration``). So these have one name; engines compare dtypes
+    and sizes of pages, too."""
     name = str(vllm_config.cache_config.cache_dtype)
     chosen = name in ("auto", "fp8", "fp8_e4m3") or name.endswith("_ds_mla")
     return "auto or fp8" if chosen and vllm_config.model_config.use_mla else name
@@ -192,8 +192,8 @@ def _draft_model(vllm_config: Any) -> Any:
 
 
 def _configuration(vllm_config: Any, folder: Path | None) -> dict[str, Any]:
-    """As its file has it: vLLM's models change ``hf_config`` where they are built, which is in this process if there is
-    one rank, and in others if there are several. As it is now, if vLLM read another file."""
+    """As its file has it: vLLM's models change ``hf_config`` where they are built, which is in this process with one
+    rank and no data parallelism (executor "uni"), and else in others. As it is now, if vLLM read another file."""
     model = vllm_config.model_config
     name = model.hf_config_path or model.model
     config = {key: value for key, value in model.hf_config.to_dict().items() if key not in IGNORED}
