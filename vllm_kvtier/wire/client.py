@@ -153,6 +153,7 @@ class AsyncEndpointClient:
                     cleanup.callback(socket.close)
                     socket.setsockopt(zmq.LINGER, 200)
                     socket.setsockopt(zmq.SNDHWM, 100)
+                    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)  # else ten times a second, to engines that are gone
                     socket.setsockopt(zmq.MAXMSGSIZE, m.MAX_MESSAGE)
                     socket.setsockopt(zmq.IPV6, ":" in host)
                     if self._key is not None:
