@@ -17,6 +17,8 @@ from vllm_kvtier.store.tiers.prefix_search import (
     MAX_ROUNDS,
     ROUND_REQUESTS,
     Prefix,
+    end_of,
+    names_by_position,
     search,
 )
 from vllm_kvtier.store.tiers.request_pool import Job, Lane, Presence, Trouble
@@ -156,6 +158,26 @@ def test_object_search_of_windowed_groups_is_bounded_and_sound(length, window, m
 
 
 # -- jobs ---------------------------------------------------------------------------------------------------------
+
+
+class Stored(set):
+    """Blocks of a store; counts how often one is looked for."""
+
+    asked = 0
+
+    def __contains__(self, name):
+        self.asked += 1
+        return super().__contains__(name)
+
+
+@pytest.mark.parametrize("kind", ["sliding", "chunked"])
+def test_end_of_prefix_without_its_windows_asks_once_for_each_block(kind):
+    """For 8,192 blocks with chunks of 512 it took longer than a lookup in a Mooncake cluster may."""
+    prefix = Prefix(16, [GroupShape(1, 1), GroupShape(1, 1, 1600, kind)], block_hashes_of((1000, "x")), 0)
+    stored = Stored(name for name in names_by_position(prefix) if name[0] == 0)
+    assert end_of(prefix, stored) == 0 and stored.asked <= 2000
+    stored |= {prefix.block(1, end) for end in range(301, 501)}
+    assert end_of(prefix, stored) == 500
 
 
 class Bench:

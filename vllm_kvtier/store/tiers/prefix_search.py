@@ -73,16 +73,12 @@ def end_of(prefix: Prefix, stored: Container[Name]) -> int:
             end = min(end, missing - step)
     end = prefix.start + max(0, end - prefix.start) // prefix.step * prefix.step
     while end > prefix.start:  # back to an end without a missing block
-        gap = max(
-            (
-                block_end
-                for group, shape in enumerate(prefix.groups)
-                if not shape.cache_kind.whole_prefix
-                for block_end in _needed(prefix, group, end)
-                if prefix.block(group, block_end) not in stored
-            ),
-            default=0,
+        gaps = (
+            next((each for each in reversed(_needed(prefix, group, end)) if prefix.block(group, each) not in stored), 0)
+            for group, shape in enumerate(prefix.groups)
+            if not shape.cache_kind.whole_prefix
         )
+        gap = max(gaps, default=0)
         if not gap:
             break
         end = prefix.start + max(0, gap - 1 - prefix.start) // prefix.step * prefix.step
