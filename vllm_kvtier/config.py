@@ -111,10 +111,9 @@ class KVTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     same_node_pulls: Annotated[
         Literal["auto", "mapped", "nixl"],
         _doc(
-            "How blocks of a prefill or decode engine of this node are pulled. auto: by NIXL if both engines have the "
-            "same shape and, on GPUs, the blocks are not scattered; otherwise copied from its mapped memory, which "
-            "peer_fetch must permit on both. mapped: always copied, if its memory can be mapped. nixl: always by NIXL. "
-            "See `engine-shapes.md`."
+            "How blocks of a prefill or decode engine of this node are pulled. mapped: copied from its mapped memory, "
+            "if it can be mapped and peer_fetch permits it on both, else by NIXL. nixl: by NIXL. auto: mapped on GPUs, "
+            "and between engines of unequal shape; nixl otherwise. See `engine-shapes.md`."
         ),
     ] = "auto"
     peer_lease_share: Annotated[

@@ -239,7 +239,6 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             lambda view: shards(config, [group.kind for group in view.groups], rank),
             lambda view: heads(config, view.groups, rank),
             shares=self._options.peer_fetch == "auto",
-            maps_pulls=self._options.same_node_pulls != "nixl",
         )
         self._worker.register(setup)
 

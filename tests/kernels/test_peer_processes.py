@@ -6,7 +6,6 @@ On two GPUs where there are two, else both processes on one.
 import multiprocessing
 import os
 import signal
-import time
 from contextlib import contextmanager
 
 import numpy as np
@@ -15,13 +14,11 @@ import pytest
 import torch
 
 from vllm_kvtier.errors import KVTierError
-from vllm_kvtier.jobs.transfer_jobs import GroupPull, PullJob
+from vllm_kvtier.jobs.transfer_jobs import GroupPull
 from vllm_kvtier.shapes.tp_mapping import map_source_ranks
 from vllm_kvtier.worker.integrity.checksums import BlockChecksums
 from vllm_kvtier.worker.peer_fetch.base import CopyJob
 from vllm_kvtier.worker.peer_fetch.cuda_copier import CudaPeerCopier
-from vllm_kvtier.worker.peer_fetch.fetch_jobs import PeerFetches
-from vllm_kvtier.worker.peer_fetch.mapped_reads import MappedReads
 
 pytestmark = pytest.mark.gpu
 
@@ -106,33 +103,6 @@ def test_peer_process_blocks_are_copied_over_cuda_ipc(visible):
         copy = reader.copier.start([reader.order(local, remote, now)])
         assert copy.wait(10) and len(copy.bad(0)) == 1
         reader.copier.close()
-
-
-def test_scattered_pull_of_peer_process_is_copied_not_read():
-    with source() as (child, info, lives, device):
-        view = far.make_view(device)
-        fetches = PeerFetches(view, torch.zeros(far.BLOCKS, dtype=torch.int64, device=device), far.HEAD_RANGES, 0)
-        fetches.add_engine("s/1", [info])
-        reads = MappedReads(fetches, lambda call: call())  # maps at once
-        rng = np.random.default_rng(5)
-        # Of all blocks, each side's ids would be one run, which NIXL reads at once.
-        local, remote = (1 + rng.permutation(far.BLOCKS - 1)[:300] for _ in range(2))
-        full, now = np.full(len(local), far.TOKENS, dtype=np.int32), lives.numpy()[remote].copy()
-        now[7] += 1  # of another life than it is in
-        pull = GroupPull(0, local, remote, far.keys_of(remote, now), full)
-        assert reads.open(PullJob("r", "s/1", [pull], 10.0), info) is None, "by NIXL, while it is mapped"
-        read = reads.open(PullJob("r", "s/1", [pull], 10.0), info)
-        read.start()
-        bad, until = None, time.monotonic() + 20
-        while bad is None and time.monotonic() < until:
-            bad = read.end_check()
-        assert bad == {int(local[7])} and read.bytes == len(local) * far.LAYERS * far.PAGE
-        good = np.array([i for i in range(len(local)) if i != 7])
-        index, there = (torch.from_numpy(ids[good]).to(device) for ids in (local, remote))
-        for layer in range(far.LAYERS):
-            wanted = far.content(layer, there, torch.from_numpy(now[good]).to(device))
-            assert torch.equal(far.words(view, layer)[index], wanted)
-        fetches.stop("the test is over")
 
 
 def test_peer_process_overwriting_source_never_passes_wrong_block():

@@ -870,6 +870,9 @@ DIRECT, MAPPED, STAGED = ReadPath
 @pytest.mark.parametrize(
     "option, paths, prefer, wanted",
     [
+        ("auto on GPUs", set(ReadPath), False, MAPPED),
+        ("auto on GPUs", {DIRECT, STAGED}, False, DIRECT),
+        ("nixl on GPUs", set(ReadPath), False, DIRECT),
         ("auto", set(ReadPath), False, DIRECT),
         ("auto", set(ReadPath), True, MAPPED),
         ("auto", {MAPPED, STAGED}, False, MAPPED),
@@ -884,13 +887,15 @@ DIRECT, MAPPED, STAGED = ReadPath
 def test_lease_client_path_of_a_pull(make, option, paths, prefer, wanted):
     source = make(Source)
     source.table.add(export())
-    asker = make(Asker, reach=lambda ranks: Reach(frozenset(paths)), same_node_pulls=option)
+    option, _, on_gpus = option.partition(" on ")
+    reach = Reach(frozenset(paths), by_kernels=bool(on_gpus) and MAPPED in paths)
+    asker = make(Asker, reach=lambda ranks: reach, same_node_pulls=option)
     got = asker.answer(source.address, export="e", digest=b"digest", prefer_mapped=prefer)
     assert got.path is wanted and got.same_layout is (DIRECT in paths)
     served = source.on_reactor(source.table.counts)["served"]
     assert served == (wanted is not MAPPED), "the source drives NIXL only for those that use it"
     if not asker.near:  # a hand-off's connection
-        early = DIRECT in paths and not (option == "mapped" and MAPPED in paths)
+        early = DIRECT in paths and not ((option == "mapped" or (on_gpus and option == "auto")) and MAPPED in paths)
         assert (asker.peers.known(source.address, "source/1") is not None) == early
         again = asker.peers.ask(source.address, start=0, block_hashes=BLOCK_HASHES, lora_fingerprint=b"")
         assert again.on_this_node == (MAPPED in paths), "its answers come soon"

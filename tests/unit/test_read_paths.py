@@ -97,3 +97,12 @@ def test_read_paths_encoded_rows_are_read_by_equal_ranks_only():
     rows = packed(infos(2), "encoded 1a")
     assert reach(rows, rows).paths == {DIRECT}
     assert not reach(rows, rows[:1]).paths
+
+
+@pytest.mark.parametrize("device, ours, by_kernels", [("GPU-1", 1, True), ("", 1, False), ("GPU-1", 2, True)])
+def test_read_paths_mapped_memory_of_gpus_is_copied_by_kernels(device, ours, by_kernels):
+    def on(ranks):
+        return [msgspec.structs.replace(i, shared=msgspec.structs.replace(i.shared, device=device)) for i in ranks]
+
+    assert reach(on(infos(ours)), on(infos(1))).by_kernels is by_kernels
+    assert not reach(on(infos(ours)), elsewhere(on(infos(1)))).by_kernels

@@ -29,10 +29,12 @@ class ReadPath(enum.Enum):
 @dataclass(frozen=True)
 class Reach:
     """``paths``: those by which every rank of ours can read what it needs. ``reason``: why it is not DIRECT, or, if
-    ``paths`` is empty, why there is none."""
+    ``paths`` is empty, why there is none. ``by_kernels``: MAPPED is a kernel of the GPU, else copies of the processor.
+    """
 
     paths: frozenset[ReadPath]
     reason: str = ""
+    by_kernels: bool = False
 
 
 def reach(ours: Sequence[RankInfo], theirs: Sequence[RankInfo]) -> Reach:
@@ -61,7 +63,8 @@ def reach(ours: Sequence[RankInfo], theirs: Sequence[RankInfo]) -> Reach:
             paths.add(ReadPath.MAPPED)
         if not without_nixl:
             paths.add(ReadPath.STAGED)
-    return Reach(frozenset(paths), reason if paths else without_nixl or reason)
+    by_kernels = ReadPath.MAPPED in paths and all(info.shared and info.shared.device for info in ours)
+    return Reach(frozenset(paths), reason if paths else without_nixl or reason, by_kernels)
 
 
 def direct_source(

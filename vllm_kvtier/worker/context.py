@@ -31,7 +31,7 @@ class CacheSetup:
     ``share`` makes what peers read: the cache itself, its mirror or encoded blocks. ``shards`` names, by group, the
     part of a block that this rank holds; ranks with equal bytes name the same part. ``heads`` names, by group, the KV
     heads; () if they are unknown. Only with heads, and if ``shares``, other processes of the node may read this rank's
-    memory, and this rank reads theirs. ``maps_pulls``: also in place of NIXL, for pulls of scattered blocks.
+    memory, and this rank reads theirs.
     """
 
     describe: Callable[[], CacheView]
@@ -39,4 +39,3 @@ class CacheSetup:
     shards: Callable[[CacheView], tuple[int, ...]]
     heads: Callable[[CacheView], tuple[m.HeadRange, ...]] = lambda view: ()
     shares: bool = True
-    maps_pulls: bool = True

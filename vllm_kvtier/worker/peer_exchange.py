@@ -225,11 +225,7 @@ class PeerExchange:
             self._send(lm.Unusable(self._rank, str(error)[:1000]))
             return
         if transport is not None:
-            fetching, mapped = self.fetching, None
-            # A host's copies take the reactor's thread, and posting a read costs little there.
-            if fetching is not None and fetching.on_device and setup.maps_pulls:
-                mapped = fetching.reads()
-            pulls = Pulls(transport, memory, self._rank, heads, mapped)
+            pulls = Pulls(transport, memory, self._rank, heads)
             for instance, ranks in self._engines.items():
                 pulls.add_engine(instance, ranks)
             self.transport, self.pulls = transport, pulls

@@ -180,9 +180,10 @@ class LeaseClient(LeaseConnections[_Connection]):
         """The path by which this engine is read; None: by none."""
         nixl = [ReadPath.DIRECT, ReadPath.STAGED]
         order = [ReadPath.DIRECT, ReadPath.MAPPED, ReadPath.STAGED]
-        if prefer_mapped or self._config.same_node_pulls == "mapped":
+        option = self._config.same_node_pulls
+        if prefer_mapped or option == "mapped" or (option == "auto" and reach.by_kernels):
             order = [ReadPath.MAPPED, *nixl]
-        elif self._config.same_node_pulls == "nixl":
+        elif option == "nixl":
             order = nixl
         mappable = instance not in self._unmappable
         return next((path for path in order if path in reach.paths and (mappable or path in nixl)), None)

@@ -96,7 +96,6 @@ class DirectRead:
     moves: list = field(default_factory=list)
     check: Any = None
     more = False
-    copies = False
 
     def start(self) -> Transfer:
         return self.reads.start(self)

@@ -6,8 +6,8 @@ read that did not end, the second comes when the agent that reads has ended (see
 The agent is then *retiring*: no read begins with it, reads under way have ``GRACE_SECONDS`` to end, and the others fail
 with it.
 
-``DirectReads``, ``StagedReads`` and ``MappedReads`` know what is read, where to, and how it is verified. A staged pull
-reads in several rounds, one after another.
+``DirectReads`` and ``StagedReads`` know what is read, where to, and how it is verified. A staged pull reads in several
+rounds, one after another.
 """
 
 import enum
@@ -26,7 +26,6 @@ from vllm_kvtier.worker.nixl_pull.direct_reads import DirectRead, DirectReads
 from vllm_kvtier.worker.nixl_pull.nixl_transport import NixlTransport, Transfer, TransferState
 from vllm_kvtier.worker.nixl_pull.peer_memory import PeerMemory
 from vllm_kvtier.worker.nixl_pull.staged_reads import StagedRead, StagedReads
-from vllm_kvtier.worker.peer_fetch.mapped_reads import MappedRead, MappedReads
 
 logger = get_logger(__name__)
 
@@ -64,7 +63,7 @@ class _Pull:
     transfer: Transfer | None = None
     stage: Stage = Stage.READING
     reason: str = ""
-    read: DirectRead | StagedRead | MappedRead | None = None  # once it began
+    read: DirectRead | StagedRead | None = None  # once it began
     after: torch.cuda.Event | None = None  # an earlier step uses its blocks until then
     not_before: float = 0.0  # to read
     began: float = 0.0  # to read, last
@@ -83,15 +82,12 @@ class Pulls:
         memory: PeerMemory,
         rank: int,
         heads: Sequence[HeadRange] = (),
-        mapped: MappedReads | None = None,
     ):
-        """``heads``: by group, the KV heads that this rank holds; (): unknown. ``mapped``: what reads scattered blocks
-        of engines of this node; None: NIXL."""
+        """``heads``: by group, the KV heads that this rank holds; (): unknown."""
         self._transport, self._memory = transport, memory
         self._sources: dict[str, list[RankInfo]] = {}
         self._direct = DirectReads(transport, memory, rank, heads)
         self._staged = StagedReads(transport, memory, rank, heads)
-        self._mapped = mapped
         self._pulls: list[_Pull] = []
         self._logged: set[str] = set()
         self._retire_by: float | None = None  # when the agent retires; None: it is not retiring
@@ -197,11 +193,9 @@ class Pulls:
         if ranks is None:
             raise KVTierError("that engine is unknown")
         if pull.read is None:
-            pull.read = self._open(pull.job, ranks)
+            pull.read = (self._staged if pull.job.staged else self._direct).open(pull.job, ranks)
         pull.transfer = pull.read.start()
         pull.stage = Stage.READING if pull.transfer is not None else Stage.WAITING
-        if pull.read.copies:
-            pull.stage = Stage.VERIFYING
 
     def _quick(self, pull: _Pull) -> bool:
         """Whether its read begins at once: from a connected engine, with few reads or by the copier."""
@@ -210,15 +204,7 @@ class Pulls:
             return False
         if pull.many_reads is None:  # a round of a staged pull has few
             pull.many_reads = not job.staged and self._direct.num_reads(job) > QUICK_READS
-        return not pull.many_reads or (self._mapped is not None and self._mapped.ready(job.instance))
-
-    def _open(self, job: PullJob, ranks: list[RankInfo]) -> DirectRead | StagedRead | MappedRead:
-        if job.staged:
-            return self._staged.open(job, ranks)
-        mapped = None
-        if self._mapped is not None:
-            mapped = self._mapped.open(job, self._direct.source(job, ranks))
-        return mapped or self._direct.open(job, ranks)
+        return not pull.many_reads
 
     def _cannot_read(self, pull: _Pull, error: Exception) -> PullResult:
         if not isinstance(error, KVTierError):

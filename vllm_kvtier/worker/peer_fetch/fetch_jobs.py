@@ -12,7 +12,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +20,7 @@ import torch
 
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.jobs.results import FetchResult, failed_result
-from vllm_kvtier.jobs.transfer_jobs import MAX_LOCK_SECONDS, PeerFetchJob, PullJob, remember_peer
+from vllm_kvtier.jobs.transfer_jobs import MAX_LOCK_SECONDS, PeerFetchJob, remember_peer
 from vllm_kvtier.logs import get_logger
 from vllm_kvtier.shapes.tp_mapping import check_memory, map_source_ranks
 from vllm_kvtier.wire.messages import HeadRange, RankInfo, Shared
@@ -116,20 +115,6 @@ class PeerFetches:
         with self.lock:
             if not self._stopped:
                 self._copier.warm_up()
-
-    def map_source(self, instance: str) -> None:
-        """Map this engine's memory, so that it is ``ready``; if that fails, it is never. May take long."""
-        with self.lock, suppress(KVTierError):
-            self._prepare(instance)
-
-    def begin_copy(self, job: PullJob) -> Copy:
-        """Begin to copy a pull's blocks, which nothing else uses, from an engine that was ``ready``. Under ``lock``,
-        which is needed to see its end too. Raises KVTierError if the engine has ended, or for blocks that do not exist;
-        then nothing is copied."""
-        if not self.ready(job.instance):
-            raise KVTierError(self._stopped or "its memory is not mapped any more")
-        self._check(job)
-        return self._copier.start([CopyJob(job.instance, job.groups, time.monotonic() + job.timeout)])
 
     def start(self, jobs: Sequence[PeerFetchJob], after: Any = None) -> list[FetchResult]:
         """Begin to copy, all jobs in one launch; returns the results of impossible jobs. ``after``: torch.cuda.Event
@@ -251,7 +236,7 @@ class PeerFetches:
         self._ready[instance] = min((part.source.num_blocks for part in parts), default=0)
         self.added(instance, [part.source.shared for part in parts])
 
-    def _check(self, job: PeerFetchJob | PullJob) -> None:
+    def _check(self, job: PeerFetchJob) -> None:
         """Raise KVTierError for groups and blocks that do not exist: a job repeats a peer's answer."""
         for g in job.groups:
             if not 0 <= g.group < len(self._view.groups):

@@ -16,7 +16,6 @@ from vllm_kvtier.wire.messages import HeadRange, RankInfo, Shared
 from vllm_kvtier.worker.context import RankContext
 from vllm_kvtier.worker.nixl_pull.peer_memory import PeerMemory
 from vllm_kvtier.worker.peer_fetch.fetch_jobs import PeerFetches, share_memory
-from vllm_kvtier.worker.peer_fetch.mapped_reads import MappedReads
 from vllm_kvtier.worker.peer_fetch.peer_process_watch import PeerProcessWatch
 
 logger = get_logger(__name__)
@@ -39,10 +38,6 @@ class FetchWorker:
         self._fetches, self._call_soon, self._finish, self._poll_soon = fetches, call_soon, finish, poll_soon
         # ``begin_now``: synchronous fetches, on the model runner's thread before the forward is launched.
         self.on_device, self.under_way, self.begin_now = fetches.on_device, fetches.under_way, fetches.start_now
-
-    def reads(self) -> MappedReads:
-        """For pulls of scattered blocks, which count as pulls."""
-        return MappedReads(self._fetches, self._call_soon)
 
     @property
     def active(self) -> bool:
