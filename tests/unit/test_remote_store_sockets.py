@@ -20,7 +20,6 @@ from vllm_kvtier.store.tiers.nodes import lease_server as node_serving
 from vllm_kvtier.store.tiers.nodes import process as node_mover
 from vllm_kvtier.store.tiers.nodes.lease_server import NodeLeaseServer
 from vllm_kvtier.store.tiers.process import protocol as m
-from vllm_kvtier.store.tiers.promotion import MAX_JOBS
 from vllm_kvtier.wire.auth import ClusterKey
 from vllm_kvtier.wire.reactor import Reactor
 
@@ -189,11 +188,17 @@ def test_remote_store_that_failed_before_delays_no_lookup_until_it_answers(made,
     eventually(lambda: asker.look([str(down.address)]).num_hash_blocks == 6)
 
 
-def test_remote_store_answers_as_many_lookups_at_once_as_a_store_has_promotions(made):
-    asker = made(Asker, made(Store))
-    looks = [m.Look(i, NAMESPACE_ID, 16, [GROUP], BLOCK_HASHES, 0, []) for i in range(MAX_JOBS)]
+def test_remote_store_answers_all_lookups_of_a_burst(made, monkeypatch):
+    monkeypatch.setattr(node_asking, "ASK_SECONDS", 10.0)
+    monkeypatch.setattr(node_peers, "SLOW_SECONDS", 10.0)
+    store = made(Store, num_hash_blocks=None)
+    asker = made(Asker, store)
+    looks = [m.Look(i, NAMESPACE_ID, 16, [GROUP], BLOCK_HASHES, 0, []) for i in range(600)]
     asker.do(lambda: [asker.tier_process.handle(look) for look in looks])
-    eventually(lambda: len(asker.heard) == MAX_JOBS)
+    eventually(lambda: len(store.of(m.LeaseRequest)) == 600)
+    for asked in store.of(m.LeaseRequest):
+        store.lend(asked, 6)
+    eventually(lambda: len(asker.heard) == 600)
     assert all(located.num_hash_blocks == 6 for located in asker.heard)
 
 

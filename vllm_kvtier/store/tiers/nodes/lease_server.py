@@ -27,8 +27,8 @@ from vllm_kvtier.wire.reactor import Timer
 logger = get_logger(__name__)
 
 MAX_CONNECTIONS = 256
-MAX_LOOKUPS = 256  # unanswered, per connection: a store promotes for so many requests at a time
-MAX_LEASES = 512  # per connection: one that waits for a promotion here keeps what it has found
+MAX_LOOKUPS = 1024  # unanswered, per connection: an engine without a store asks for all that wait in it at once
+MAX_LEASES = 2048  # per connection: one that waits for a promotion here keeps what it has found
 CHECK_SECONDS = 1.0  # between two checks for silent connections
 
 
