@@ -302,6 +302,13 @@ def test_model_fingerprint_ignores_what_a_model_adds_to_its_configuration(folder
     assert len({one, quantized, ns.model_fingerprint(model(folder, hf=hf))}) == 3
 
 
+def test_model_fingerprint_depends_on_what_a_function_overrides(folder):
+    """The namespace has its name only, and the store outlives the engine whose script is edited."""
+    (folder / "config.json").write_text('{"layers": 2}')
+    edited = [model(folder, hf={"layers": 2, "factor": each}, hf_overrides=json.loads) for each in (2.0, 4.0)]
+    assert len({ns.model_fingerprint(each) for each in edited}) == 2
+
+
 def test_model_fingerprint_is_that_of_weights_loaded_to_another_directory(folder, tmp_path, monkeypatch):
     """Its hub's cache has the configuration, that directory the weights."""
     hub = tmp_path / "hub"

@@ -193,13 +193,14 @@ def _draft_model(vllm_config: Any) -> Any:
 
 def _configuration(vllm_config: Any, folder: Path | None) -> dict[str, Any]:
     """As its file has it: vLLM's models change ``hf_config`` where they are built, which is in this process with one
-    rank and no data parallelism (executor "uni"), and else in others. As it is now, if vLLM read another file."""
+    rank and no data parallelism (executor "uni"), and else in others. As it is now, if vLLM read another file, or if a
+    function overrides it, whose name alone is in the namespace."""
     model = vllm_config.model_config
     name = model.hf_config_path or model.model
     config = {key: value for key, value in model.hf_config.to_dict().items() if key not in IGNORED}
     if model.hf_config_path or vllm_config.load_config.download_dir:  # only weights are loaded to that directory
         folder = model_folder(name, model.revision)
-    if folder is None or model.config_format not in ("auto", "hf"):
+    if folder is None or model.config_format not in ("auto", "hf") or callable(model.hf_overrides):
         return config
     if (folder / "params.json").exists():  # of Mistral's format
         return config
