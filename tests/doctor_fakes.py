@@ -128,7 +128,7 @@ class FakeEngine:
         )
 
     def _explain(self, question, text, answer) -> None:
-        asked = (text, question.cache_salt)
+        asked = (text, question.cache_salt, question.adapter)[: 3 if question.adapter else 2]
         said = dict(
             question=question.question, prompt=len(text), hash_block_size=HASH_BLOCK_SIZE,
             gpu_cache=self.gpu_cache.get(asked, 0),

@@ -198,6 +198,17 @@ def test_doctor_prompt_stored_without_salt_is_explained(make, store, asked):
     assert code == 2 and "stored with no cache salt; requests with different salts share no" in checks[0]["message"]
 
 
+def test_doctor_prompt_stored_with_other_salt_and_same_adapter_is_explained(make, store, asked):
+    """What the model without the adapter has is no reason, and was taken for one."""
+    engine = make(FakeEngine, store=store.path)
+    engine.gpu_cache[TEXT, ""] = 96
+    code, checks = asked([engine], "--cache-salt", "tenant-b", "--adapter", "lora")
+    assert code == 1 and "never stored" in checks[0]["message"]
+    engine.gpu_cache[TEXT, "", "lora"] = 64
+    code, checks = asked([engine], "--cache-salt", "tenant-b", "--adapter", "lora")
+    assert code == 2 and "64 tokens of it were stored with no cache salt" in checks[0]["message"]
+
+
 @pytest.mark.parametrize(
     ("fields", "cause"),
     [

@@ -58,7 +58,11 @@ def look_up(prompt: Prompt, engine: Engine, key: ClusterKey | None, seconds: flo
     with EndpointProbe(engine.address, key, seconds) as probe:
         holding = probe.explanation(prompt.tokens, prompt.salt, prompt.adapter)
         others = dict.fromkeys([*prompt.salts, ""]) if prompt.salt or prompt.salts else {}
-        elsewhere = {s: _longest(probe.explanation(prompt.tokens, s)) for s in others if s != prompt.salt}
+        elsewhere = {
+            salt: _longest(probe.explanation(prompt.tokens, salt, prompt.adapter))
+            for salt in others
+            if salt != prompt.salt
+        }
     return Found(engine, holding, elsewhere)
 
 
