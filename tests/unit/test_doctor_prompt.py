@@ -296,11 +296,13 @@ def test_doctor_prompt_of_chat_is_tokenized_by_engine(make, store, tmp_path):
     engine, server = make(FakeEngine, store=store.path), make(FakeServer)
     engine.stores(f"<user>{TEXT}")
     file = tmp_path / "chat.json"
-    file.write_text(json.dumps({"model": "m", "messages": [{"role": "user", "content": TEXT}]}))
+    request = {"model": "m", "messages": [{"role": "user", "content": TEXT}], "tools": [{"type": "function"}]}
+    file.write_text(json.dumps(request | {"reasoning_effort": "low", "chat_template_kwargs": {"a": 1}, "n": 1}))
     given = ["--server", server.url, "--endpoint", engine.address, "--socket", store.path, "--messages", str(file)]
     result = CliRunner().invoke(app, ["doctor", "--remote", *given])
     assert result.exit_code == 0 and "all 240 tokens of whole blocks are cached" in result.stdout
-    assert server.asked[0]["add_generation_prompt"] is True
+    template = {"chat_template_kwargs": {"a": 1, "reasoning_effort": "low"}, "add_generation_prompt": True}
+    assert server.asked[0] == request | template | {"model": None}
 
 
 def test_doctor_prompt_malformed_file_exits_with_cause(tmp_path):

@@ -6,12 +6,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
+import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from vllm_kvtier.doctor.engines.server import Prompt, Server
 from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.proxy.messages.request_bodies import ClientRequest, Route
+from vllm_kvtier.proxy.messages.tokenization import tokenize_body
 from vllm_kvtier.renamed import warn
 
 _Value = TypeVar("_Value")
@@ -42,6 +45,7 @@ def read_prompt(prompt: Path | None, messages: Path | None) -> Prompt | None:
 
 
 def read_file(file: Path, chat: bool) -> Prompt:
+    """Of a chat's request all that changes its tokens, such as its tools."""
     try:
         text = file.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -52,10 +56,13 @@ def read_file(file: Path, chat: bool) -> Prompt:
         found = json.loads(text)
     except ValueError as error:
         raise KVTierError(f"{file} is not JSON: {error}") from error
-    found = found.get("messages") if isinstance(found, dict) else found
+    request = found if isinstance(found, dict) else {"messages": found}
+    found = request.get("messages")
     if not isinstance(found, list) or not found or not all(isinstance(each, dict) and "role" in each for each in found):
         raise KVTierError(f'{file} has no messages: a list like [{{"role": "user", "content": "..."}}], or a request')
-    return found
+    body = msgspec.json.encode(tokenize_body(ClientRequest(Route.CHAT, json.dumps(request).encode())))
+    # The model may have another name at the server, without what is before it.
+    return {"add_generation_prompt": True, **json.loads(body), "model": None}  # a proxy may have other names of models
 
 
 def tokenize(server: str, prompt: Prompt) -> list[int]:

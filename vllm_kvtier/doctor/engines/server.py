@@ -14,7 +14,7 @@ from vllm_kvtier.errors import KVTierError
 PREFIX = "vllm:kvtier_"
 # Engines are reached directly, not through the proxy that the environment names.
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-Prompt = str | list[dict[str, Any]]  # a text, or the messages of a chat
+Prompt = str | dict[str, Any]  # a text, or the body for /tokenize of a chat
 # (name without _total, "kind" or None) -> sum over engines
 Metrics = dict[tuple[str, str | None], float]
 
@@ -31,11 +31,8 @@ class Server:
         return str(self._json("/version").get("version", ""))
 
     def tokenize(self, prompt: Prompt) -> list[int]:
-        """Token ids as a completion of this text, or a chat of these messages, would have."""
-        question: dict[str, Any] = {"prompt": prompt}
-        if not isinstance(prompt, str):
-            question = {"messages": prompt, "add_generation_prompt": True}
-        answer = self._json("/tokenize", question)
+        """Token ids as a completion of this text, or this chat, would have."""
+        answer = self._json("/tokenize", {"prompt": prompt} if isinstance(prompt, str) else prompt)
         if not isinstance(answer.get("tokens"), list):
             raise KVTierError(f"{self.url} does not tokenize: its answer has no tokens")
         return answer["tokens"]
