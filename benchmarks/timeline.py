@@ -3,6 +3,7 @@
     python benchmarks/timeline.py run /tmp/times -- python benchmarks/pd.py --model models/recall-6m --lengths 1500 \\
         --connectors kvtier-mapped-follow kvtier-mapped
     python benchmarks/timeline.py show /tmp/times --last 2      # the last two seconds
+    python benchmarks/timeline.py steps /tmp/times --requests 64
 
 ``run``: each Python process of the command loads this file at its start and wraps the methods of HOOKS when their
 module is imported. Each process writes a line a call to FOLDER/<pid>.jsonl: when it began (``time.perf_counter``, the
@@ -10,6 +11,10 @@ same clock in all processes of a machine), seconds, method, the thread's own pro
 costs some 15 microseconds more.
 
 ``show``: the calls of all processes in order; milliseconds from the first one shown.
+
+``steps``: the device's time for the steps that compute one token of each of so many requests, by CUDA events around the
+forward and the sampling of each step (vLLM's second model runner; a step costs some 20 microseconds more): milliseconds
+of the gap before it, the forward and the sampling, by engine. The first 200 such steps of an engine are left out.
 """
 
 import argparse
@@ -18,11 +23,13 @@ import importlib.abc
 import importlib.util
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections import deque
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -46,6 +53,11 @@ HOOKS = {
     "vllm_kvtier.scheduler.leases.lease_client": {"LeaseClient": "_granted"},
     "vllm_kvtier.worker.peer_fetch.fetch_jobs": {"PeerFetches": "start start_now _result"},
 }
+
+
+RUNNER = "vllm.v1.worker.gpu.model_runner"
+STEPS = ".steps"
+WARM_UP = 200
 
 
 class Lines:
@@ -79,6 +91,67 @@ def wrap(owner: type, name: str, lines: Lines) -> None:
     setattr(owner, name, timed)
 
 
+class StepTimes:
+    """Of one engine, in its model runner's process. A step's events are read when it has passed."""
+
+    def __init__(self, folder: Path):
+        self._folder, self._file = folder, None
+        self._step: tuple[list[Any], list[int]] | None = None
+        self._under_way: deque[tuple[list[Any], list[int]]] = deque()
+        self._before: Any = None  # the last event of the step before
+
+    def mark(self, runner: Any, scheduled: Any = None) -> None:
+        """A point on the current stream. ``scheduled``: vLLM's SchedulerOutput, if a step begins here."""
+        import torch
+
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        if scheduled is not None:
+            self._step = [], [len(scheduled.num_scheduled_tokens), scheduled.total_num_scheduled_tokens]
+        if self._step is None:
+            return
+        self._step[0].append(event)
+        if len(self._step[0]) == 3:
+            self._under_way.append(self._step)
+            self._step = None
+            self._write(runner)
+
+    def _write(self, runner: Any) -> None:
+        if self._file is None:
+            transfer = runner.vllm_config.kv_transfer_config
+            self._file = (self._folder / f"{os.getpid()}{STEPS}").open("w", buffering=1)
+            self._file.write(json.dumps(["none"] if transfer is None else [transfer.kv_connector]) + "\n")
+        while self._under_way and self._under_way[0][0][-1].query():
+            events, counts = self._under_way.popleft()
+            if self._before is not None:
+                points = [self._before, *events]
+                times = [round(a.elapsed_time(b), 4) for a, b in zip(points, points[1:], strict=False)]
+                self._file.write(json.dumps(counts + times) + "\n")
+            self._before = events[-1]
+
+
+def wrap_steps(runner: type, folder: Path) -> None:
+    execute, sample, times = runner.execute_model, runner.sample_tokens, StepTimes(folder)
+
+    @functools.wraps(execute)
+    def execute_model(self: Any, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+        computes = not kwargs.get("dummy_run") and scheduled.total_num_scheduled_tokens > 0
+        if computes:
+            times.mark(self, scheduled)
+        result = execute(self, scheduled, *args, **kwargs)
+        if computes:
+            times.mark(self)
+        return result
+
+    @functools.wraps(sample)
+    def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = sample(self, *args, **kwargs)
+        times.mark(self)
+        return result
+
+    runner.execute_model, runner.sample_tokens = execute_model, sample_tokens
+
+
 class Loader(importlib.abc.Loader):
     def __init__(self, inner: Any, lines: Lines):
         self._inner, self._lines = inner, lines
@@ -91,6 +164,8 @@ class Loader(importlib.abc.Loader):
         for owner, names in HOOKS[module.__name__].items():
             for name in names.split():
                 wrap(getattr(module, owner), name, self._lines)
+        if module.__name__ == RUNNER:
+            wrap_steps(module.GPUModelRunner, Path(os.environ[FOLDER]))
 
 
 class Finder(importlib.abc.MetaPathFinder):
@@ -135,6 +210,19 @@ def show(folder: Path, last: float) -> None:
         print(f"{at:10.2f} {1e3 * seconds:8.2f} {1e3 * cpu:8.2f}  {pid:>7} {thread[:15]:15} {method}")
 
 
+def steps(folder: Path, requests: int) -> None:
+    print(f"{'process':>8} {'connector':20} {'steps':>6}   gap, forward, sampling, all: median (mean)")
+    for file in sorted(folder.glob(f"*{STEPS}")):
+        (connector,), *rows = [json.loads(line) for line in file.read_text().splitlines()]
+        found = [times for *counts, gap, forward, sampling in rows if counts == [requests, requests]
+                 for times in [(gap, forward, sampling, gap + forward + sampling)]][WARM_UP:]  # fmt: skip
+        if found:
+            cells = [
+                f"{statistics.median(each):.3f} ({statistics.mean(each):.3f})" for each in zip(*found, strict=True)
+            ]
+            print(f"{file.name.removesuffix(STEPS):>8} {connector:20} {len(found):6}   {', '.join(cells)}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     todo = parser.add_subparsers(dest="todo", required=True)
@@ -144,9 +232,14 @@ def main() -> None:
     two = todo.add_parser("show")
     two.add_argument("folder", type=Path)
     two.add_argument("--last", type=float, default=1.0, help="seconds before the last call")
+    three = todo.add_parser("steps")
+    three.add_argument("folder", type=Path)
+    three.add_argument("--requests", type=int, default=64, help="of a step")
     args = parser.parse_args()
     if args.todo == "show":
         show(args.folder, args.last)
+    elif args.todo == "steps":
+        steps(args.folder, args.requests)
     else:
         sys.exit(run(args.folder, args.command))
 
