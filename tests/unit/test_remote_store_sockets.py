@@ -213,6 +213,14 @@ def test_remote_store_late_lease_is_returned(made, monkeypatch):
     eventually(lambda: [back.lease for back in store.of(m.Return)] == [9])
 
 
+def test_remote_store_keeps_no_hashes_of_lookups_that_wait(made):
+    store = made(Store, num_hash_blocks=None)
+    made(Asker, store).begin()
+    eventually(lambda: store.serving._pending)
+    objects = [each for pair in store.serving._pending.values() for each in pair]
+    assert not any(getattr(each, "block_hashes", b"") for each in objects)
+
+
 def test_remote_store_answers_others_while_memory_is_registered(made):
     store, asked = made(Store), []
 

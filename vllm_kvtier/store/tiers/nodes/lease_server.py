@@ -57,7 +57,7 @@ class NodeLeaseServer(LeaseListener[Connection]):
         )  # fmt: skip
         self._host, self._agent, self._on_reading = host, agent, on_reading
         self._welcome = w.Welcome(instance, agent.name, host.pool.address, host.pool.nbytes)
-        self._pending: dict[int, tuple[Connection, w.LookupRequest]] = {}  # by id of the LeaseRequest
+        self._pending: dict[int, tuple[Connection, int]] = {}  # by id of the LeaseRequest: whose, and the client's id
         self._ids = itertools.count(1)
         self._check: Timer | None = None
         self._readers = 0
@@ -80,23 +80,23 @@ class NodeLeaseServer(LeaseListener[Connection]):
     def promotion_status(self, message: m.PromotionStatus) -> None:
         """The server's answer waits for a promotion."""
         if message.id in self._pending:
-            connection, request = self._pending[message.id]
+            connection, number = self._pending[message.id]
             seconds = min(message.seconds, w.MAX_SECONDS)
-            self._send(connection.identity, w.PromotionStatus(request.id, message.num_hash_blocks, seconds))
+            self._send(connection.identity, w.PromotionStatus(number, message.num_hash_blocks, seconds))
 
     def lease_reply(self, message: m.LeaseReply) -> None:
         """The server's answer."""
         if message.id not in self._pending:
             return  # the client disconnected; the server got Left after the request
-        connection, request = self._pending.pop(message.id)
+        connection, number = self._pending.pop(message.id)
         connection.lookups -= 1
         if not message.lease:
-            self._send(connection.identity, w.LookupMiss(request.id, promotable=message.promotable))
+            self._send(connection.identity, w.LookupMiss(number, promotable=message.promotable))
             return
         try:
             slots = np.concatenate([np.array(row, np.int64) for row in message.slots])
             if self._agent.register(pieces_of(slots[slots > 0])):
-                self._pending[message.id] = connection, request
+                self._pending[message.id] = connection, number
                 connection.lookups += 1
                 again = self._host.guard(lambda: self.lease_reply(message))
                 self._host.reactor.call_soon(again)  # other messages come between
@@ -104,13 +104,13 @@ class NodeLeaseServer(LeaseListener[Connection]):
         except KVTierError as error:
             logger.warning("kvtier: lease server: no lease granted to %s (%s)", connection.name[:8], error)
             self._host.send(m.Return(connection.number, message.lease))
-            self._send(connection.identity, w.LookupMiss(request.id))
+            self._send(connection.identity, w.LookupMiss(number))
             return
         connection.leases.add(message.lease)
         metadata = self._agent.metadata if connection.metadata_generation != self._agent.generation else b""
         connection.metadata_generation = self._agent.generation
         hit = w.LookupHit(
-            request.id, message.lease, message.num_hash_blocks, message.slots, metadata, message.promotable
+            number, message.lease, message.num_hash_blocks, message.slots, metadata, message.promotable
         )
         self._send(connection.identity, hit)
         self._watch()
@@ -164,7 +164,7 @@ class NodeLeaseServer(LeaseListener[Connection]):
             self._send(connection.identity, w.LookupMiss(request.id))
             return
         number = next(self._ids)
-        self._pending[number] = (connection, request)
+        self._pending[number] = connection, request.id  # without its hashes
         connection.lookups += 1
         self._host.send(
             m.LeaseRequest(
