@@ -23,6 +23,7 @@ from vllm.config.attention import AttentionConfig
 from vllm.config.lora import LoRAConfig
 from vllm.config.multimodal import MultiModalConfig
 from vllm.config.quantization import QuantizationConfigArgs
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 
 from vllm_kvtier import fingerprint
 from vllm_kvtier.devtools.engines import Engine, kvtier
@@ -59,6 +60,16 @@ def test_namespace_of_latents_does_not_depend_on_the_number_of_ranks():
     names = "auto", "fp8", "fp8_ds_mla", "fp8_e5m2"
     assert len({of(cache={"cache_dtype": name}) for name in names}) == 4
     assert len({of(cache={"cache_dtype": name}, mla=True) for name in names}) == 2, "pages may not tell e5m2"
+
+
+def test_namespace_of_checkpoint_with_quantized_kv_does_not_depend_on_the_number_of_ranks():
+    """vLLM's layers write "fp8" into the configuration in place of "auto"."""
+    found = []
+    for name, scheme in itertools.product(("auto", "fp8", "fp8_e5m2"), (None, {"type": "float", "num_bits": 8})):
+        config = engine_config(cache={"cache_dtype": name})
+        config.quant_config = CompressedTensorsConfig({}, [], "dense", kv_cache_scheme=scheme)
+        found.append(ns.namespace(config, 16, "model").cache_dtype)
+    assert found[1] == found[3] and len(set(found)) == 4
 
 
 def test_namespace_depends_on_lora_settings():

@@ -81,12 +81,13 @@ def namespace(vllm_config: Any, hash_block_size: int, fingerprint: str) -> Names
 
 
 def _cache_dtype(vllm_config: Any) -> str:
-    """MLA's layers choose among some formats when they are built, and write their choice into the configuration: into
-    this process's only if they are built here (see ``_configuration``). So these have one name; engines compare dtypes
-    and sizes of pages, too."""
+    """MLA's layers choose among some formats when they are built, those of checkpoints with a scheme for KV
+    (llm-compressor) fp8 in place of "auto". They write it into the configuration: into this process's only if they are
+    built here (see ``_configuration``). So these have one name; engines compare dtypes and sizes of pages, too."""
     name = str(vllm_config.cache_config.cache_dtype)
     chosen = name in ("auto", "fp8", "fp8_e4m3") or name.endswith("_ds_mla")
-    return "auto or fp8" if chosen and vllm_config.model_config.use_mla else name
+    by_layers = vllm_config.model_config.use_mla or getattr(vllm_config.quant_config, "kv_cache_scheme", None)
+    return "auto or fp8" if chosen and by_layers else name
 
 
 def adapters(vllm_config: Any) -> str:

@@ -109,7 +109,7 @@ ROWS: tuple[Row, ...] = (
         fields={
             "vllm.config:VllmConfig": "instance_id kv_transfer_config parallel_config model_config scheduler_config "
             "cache_config load_config device_config compilation_config kv_events_config attention_config "
-            "speculative_config __dataclass_fields__",
+            "speculative_config quant_config __dataclass_fields__",
             "vllm.config:SpeculativeConfig": "method draft_model_config use_eagle",
             "vllm.config:KVTransferConfig": "engine_id kv_connector_extra_config kv_load_failure_policy kv_role "
             "kv_buffer_device",
