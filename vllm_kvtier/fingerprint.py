@@ -98,11 +98,11 @@ def steps(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
             yield from steps(step.parent / os.readlink(step))
 
 
-def configuration(folder: Path) -> dict[str, Any]:
-    """config.json, without fields that change no value in the cache. Raises OSError and ValueError."""
-    config = json.loads((folder / "config.json").read_text("utf-8"))
+def configuration(folder: Path, name: str = "config.json") -> dict[str, Any]:
+    """That file, without fields that change no value in the cache. Raises OSError and ValueError."""
+    config = json.loads((folder / name).read_text("utf-8"))
     if not isinstance(config, dict):
-        raise ValueError(f"config.json in {folder} is not an object")
+        raise ValueError(f"{name} in {folder} is not an object")
     return {key: value for key, value in config.items() if key not in IGNORED}
 
 

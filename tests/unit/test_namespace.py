@@ -334,6 +334,27 @@ def test_model_fingerprint_is_that_of_weights_loaded_to_another_directory(folder
     assert ns.model_fingerprint(by_path) == usual
 
 
+def test_model_fingerprint_of_mistral_folder_is_that_of_what_vllm_loads(folder):
+    """A hub's copy may have the weights in both formats; vLLM downloads, and with "auto" loads, Mistral's alone."""
+    (folder / "model.safetensors").rename(folder / "consolidated.safetensors")
+    (folder / "params.json").write_text('{"dim": 8}')
+    built = {"rope_parameters": {"rope_type": "deepseek_yarn"}}  # in this process with one rank only
+    hf = {"rope_parameters": {"rope_type": "yarn"}}
+    alone = {ns.model_fingerprint(model(folder, hf=each)) for each in (hf, built)}
+    (folder / "model-00001.safetensors").write_bytes(bytes(5000))
+    whole = {ns.model_fingerprint(model(folder, form, hf=built)) for form in ("auto", "mistral")}
+    assert len(alone) == 1 and alone == whole
+    assert ns.model_fingerprint(model(folder, "safetensors", hf=hf)) not in whole, "it loads both"
+    assert ns.model_fingerprint(model(folder, hf=hf, config_format="mistral")) in whole
+    (folder / "config.json").write_text("{}")
+    assert ns.model_fingerprint(model(folder, hf=hf, config_format="hf")) != ns.model_fingerprint(model(folder, hf=hf))
+    before = ns.model_fingerprint(model(folder, hf=hf))
+    (folder / "params.json").write_text('{"dim": 9}')
+    changed = ns.model_fingerprint(model(folder, hf=hf))
+    (folder / "consolidated.safetensors").write_bytes(b"1" * 10_000)
+    assert len({before, changed, ns.model_fingerprint(model(folder, hf=hf))}) == 3
+
+
 @pytest.mark.parametrize("load_format, loaded", [("pt", "a.bin"), ("npcache", "a.bin"), ("gguf", "a.gguf")])
 def test_model_fingerprint_uses_files_of_load_format(folder, load_format, loaded):
     """Beside safetensors that are not."""

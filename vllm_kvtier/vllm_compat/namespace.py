@@ -139,8 +139,12 @@ FROM_FILES = {
     "auto", "bitsandbytes", "fastsafetensors", "gguf", "hf", "instanttensor", "mistral", "npcache", "pt",
     "runai_streamer", "runai_streamer_sharded", "safetensors", "sharded_state",
 }  # fmt: skip
-# Formats that load these files although the folder may have safetensors too.
-_KINDS = {"pt": ("*.pt", "*.bin"), "npcache": ("*.bin",), "gguf": ("*.gguf",)}
+_MISTRAL = "consolidated*.safetensors"
+# Formats that load these files although the folder may have other safetensors too.
+_KINDS = {
+    "auto": (_MISTRAL, *KINDS), "mistral": (_MISTRAL,), "pt": ("*.pt", "*.bin"), "npcache": ("*.bin",),
+    "gguf": ("*.gguf",),
+}  # fmt: skip
 # Files that vLLM's processors of media read. A block hash holds a picture's digest, not how it is processed.
 _MEDIA_FILES = ("*processor_config.json", "tekken.json")
 
@@ -193,26 +197,30 @@ def _draft_model(vllm_config: Any) -> Any:
 
 
 def _configuration(vllm_config: Any, folder: Path | None) -> dict[str, Any]:
-    """As its file has it: vLLM's models change ``hf_config`` where they are built, which is in this process with one
-    rank and no data parallelism (executor "uni"), and else in others. As it is now, if vLLM read another file, or if a
-    function overrides it, whose name alone is in the namespace."""
+    """As its files have it: vLLM's models change ``hf_config`` where they are built, which is in this process with one
+    rank and no data parallelism (executor "uni"), and else in others. As it is now, if vLLM may have read others, or if
+    a function overrides it, whose name alone is in the namespace."""
     model = vllm_config.model_config
     name = model.hf_config_path or model.model
     config = {key: value for key, value in model.hf_config.to_dict().items() if key not in IGNORED}
     if model.hf_config_path or vllm_config.load_config.download_dir:  # only weights are loaded to that directory
         folder = model_folder(name, model.revision)
-    if folder is None or model.config_format not in ("auto", "hf") or callable(model.hf_overrides):
+    form, params = model.config_format, folder is not None and (folder / "params.json").exists()
+    if folder is None or form not in ("auto", "hf", "mistral") or callable(model.hf_overrides):
         return config
-    if (folder / "params.json").exists():  # of Mistral's format
+    mistral = form == "mistral" or (form == "auto" and params and any(folder.glob(_MISTRAL)))
+    if form != "hf" and mistral != params:  # vLLM read it elsewhere, or the weights are, which decide the format
         return config
+    names = ["params.json", *(["config.json"] * (folder / "config.json").exists())] if mistral else ["config.json"]
     try:
-        found = configuration(folder)
-        if changed_since(process_start(), name, model.revision, [folder / "config.json"]):
+        found = {each: configuration(folder, each) for each in names}
+        if changed_since(process_start(), name, model.revision, [folder / each for each in names]):
             return config
     except (OSError, ValueError):
         return config
     # ModelOpt may have this in a file of its own.
-    return {key: config[key] for key in ("quantization_config",) if key in config} | found
+    quantized = {key: config[key] for key in ("quantization_config",) if key in config}
+    return quantized | (found if mistral else found["config.json"])
 
 
 def model_fingerprint(vllm_config: Any) -> str:
