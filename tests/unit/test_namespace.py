@@ -171,13 +171,20 @@ def test_options_unknown_count_if_not_default(monkeypatch):
     assert later() == "" and later(rounding="up") == "rounding=up"
 
 
-def test_options_file_path_counts_by_content(tmp_path):
+@pytest.mark.parametrize(
+    "name, given",
+    [
+        ("mm_encoder_fp8_scale_path", lambda path: multimodal(mm_encoder_fp8_scale_path=path)),
+        ("quantization_config_file", lambda path: {"hf_overrides": {"quantization_config_file": path}}),  # of TorchAO
+    ],
+)
+def test_options_file_path_counts_by_content(tmp_path, name, given):
     paths = [tmp_path / name for name in "abc"]
     for path, scale in zip(paths, (1, 1, 2), strict=True):
         path.write_text(json.dumps({"layer.0": {"q": scale}}))
-    a, copy, other = (of(**multimodal(mm_encoder_fp8_scale_path=str(path))) for path in paths)
-    assert a == copy and "mm_encoder_fp8_scale_path" in a.mismatch(other)
-    absent = multimodal(mm_encoder_fp8_scale_path=str(tmp_path / "absent"))
+    a, copy, other = (of(**given(str(path))) for path in paths)
+    assert a == copy and name in a.mismatch(other)
+    absent = given(str(tmp_path / "absent"))
     assert of(**absent).mismatch(of(**absent))
 
 

@@ -128,7 +128,7 @@ VARIABLES = (
     "VLLM_ROCM_USE_AITER_MOE_A4W4_DSV4", "VLLM_VIDEO_LOADER_BACKEND",
 )  # fmt: skip
 # Paths of files whose content counts.
-_FILES = {"mm_encoder_fp8_scale_path"}
+_FILES = {"mm_encoder_fp8_scale_path", "hf_overrides.quantization_config_file"}
 # Models whose processors choose the size of media by the longest prompt.
 _MEDIA_BY_LENGTH = {
     "Dots3NoteForCausalLM", "NemotronH_Nano_Omni_Reasoning_V3", "NemotronH_Nano_VL_V2", "NemotronH_Omni_Reasoning_V3",
@@ -157,9 +157,13 @@ def changed(part: Any) -> Iterator[tuple[str, Any]]:
             continue
         elif isinstance(option, Mapping):
             named = {f"{field.name}.{key}": each for key, each in option.items()}
-            yield from ((name, each) for name, each in named.items() if name not in other)
+            yield from ((name, _counted(name, each)) for name, each in named.items() if name not in other)
         else:
-            yield field.name, _content(option) if field.name in _FILES else option
+            yield field.name, _counted(field.name, option)
+
+
+def _counted(name: str, option: Any) -> Any:
+    return _content(option) if name in _FILES else option
 
 
 def _is_default(field: dataclasses.Field, option: Any) -> bool:
