@@ -405,6 +405,27 @@ def test_model_fingerprint_depends_on_processor_config_of_multimodal_models(fold
         assert ns.model_fingerprint(model(folder)) == text, "a model of text alone does not read it"
 
 
+def test_model_fingerprint_depends_on_models_that_are_parts_of_it(folder, tmp_path):
+    """Ultravox has only an adapter of its own; what its language model is, a name says."""
+    text = tmp_path / "text"
+    text.mkdir()
+    (folder / "config.json").write_text(json.dumps({"text_model_id": str(text)}))
+
+    def fingerprint():
+        config = model(folder)
+        config.model_config.hf_config.text_model_id = str(text)
+        return ns.model_fingerprint(config)
+
+    assert fingerprint() != fingerprint(), "its weights are not there"
+    found = set()
+    for content in (bytes(1000), b"1" * 1000):
+        (text / "model.safetensors").write_bytes(content)
+        found.add(fingerprint())
+        assert fingerprint() in found
+    (text / "config.json").write_text("{}")
+    assert len({*found, fingerprint()}) == 3
+
+
 @pytest.mark.parametrize("method", ["eagle", "draft_model", "mtp", "ngram", "own layers"])
 def test_model_fingerprint_depends_on_drafts_that_keep_kv(folder, tmp_path, method):
     """Their KV is stored with the target's: another draft's would be accepted less often."""

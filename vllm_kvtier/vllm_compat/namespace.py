@@ -147,6 +147,8 @@ _KINDS = {
 }  # fmt: skip
 # Files that vLLM's processors of media read. A block hash holds a picture's digest, not how it is processed.
 _MEDIA_FILES = ("*processor_config.json", "tekken.json")
+# Names of models whose weights vLLM loads as parts of this one (Ultravox), at their hub's "main".
+_OTHER_MODELS = ("text_model_id", "audio_model_id")
 
 
 class ModelFingerprint:
@@ -224,9 +226,10 @@ def _configuration(vllm_config: Any, folder: Path | None) -> dict[str, Any]:
 
 
 def model_fingerprint(vllm_config: Any) -> str:
-    """Digest of the model's files: configuration and weights, the processors' configuration if it takes media, its own
-    code if it has any, and the files of a draft model that keeps KV. Random if the weights are not known to be those of
-    files on this machine: KV of such a model is not shared unless the option model_fingerprint names it."""
+    """Digest of the model's files: configuration and weights, also of models that are parts of it, the processors'
+    configuration if it takes media, its own code if it has any, and the files of a draft model that keeps KV. Random if
+    the weights are not known to be those of files on this machine: KV of such a model is not shared unless the option
+    model_fingerprint names it."""
     model = vllm_config.model_config
     digest = hashlib.blake2b(digest_size=16)
     load = vllm_config.load_config
@@ -238,19 +241,25 @@ def model_fingerprint(vllm_config: Any) -> str:
         digest.update(f"|{file.name}|".encode() + hashlib.blake2b(file.read_bytes()).digest())
     configuration = digest.hexdigest()[:16]
     weights = hashlib.blake2b(digest_size=8)
+    parts = [(model.model, model.revision, folder)]
+    for other in [getattr(model.hf_config, field, None) for field in _OTHER_MODELS]:
+        parts += [(other, None, model_folder(other, None, load.download_dir))] if other else []
     files: list[Path] = []
     try:
+        of_parts = [weight_files(where, _KINDS.get(load.load_format, KINDS)) if where else [] for *_, where in parts]
         if load.load_format not in FROM_FILES:
             words = f"of load format {load.load_format}"
-        elif folder and (files := weight_files(folder, _KINDS.get(load.load_format, KINDS))):
+        elif not all(of_parts):
+            words = "not in local files"
+        else:
+            files = [file for part in of_parts for file in part]
+            files += [file for *_, where in parts[1:] if where and (file := where / "config.json").exists()]
             for file, found in zip(files, file_digests(files), strict=True):
                 weights.update(f"{file.name}|{found}|".encode())
             words = f"{weights.hexdigest()}, {len(files)} file{'s' * (len(files) != 1)}"
             # vLLM loaded them after this process began. Checked last: a later change was not read here either.
-            if changed_since(process_start(), model.model, model.revision, files):
+            if any(changed_since(process_start(), *part[:2], own) for part, own in zip(parts, of_parts, strict=True)):
                 files, words = [], "in files, or on a path, that changed after this process had started"
-        else:
-            words = "not in local files"
     except OSError as error:
         files, words = [], f"that cannot be read ({error})"
     if files:
