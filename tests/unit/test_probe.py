@@ -287,6 +287,14 @@ def test_probe_trials_leave_no_hash_seed(monkeypatch):
 # -- what becomes of a result ------------------------------------------------------------------------------------------
 
 
+def test_probe_trials_leave_no_line_in_vllms_log(caplog, monkeypatch):
+    """A reset that the probe wants to fail was a warning at every start."""
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    caplog.set_level("INFO")
+    trials.reset()
+    assert not caplog.records
+
+
 def test_probe_start_logs_disabled_feature_once(vllm, warnings):
     vllm.remove(f"{CORE}._notify_idle_state_callbacks")
     probe.start(Side.SCHEDULER)
