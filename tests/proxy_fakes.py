@@ -106,7 +106,7 @@ class FakeEngine:
     its params name; otherwise they name none. ``tokenize_status``, ``tokenize_hold``: as the first two, for /tokenize,
     whose tokens are the prompt's bytes. ``api_key``: the bearer token that all routes but /health require. ``passed``:
     requests by routes that do not generate. ``stream_error``: status of the error that is all of a stream, but for the
-    role in a chat.
+    role in a chat. ``ends``: it is shut down with --shutdown-timeout, and aborts new requests.
     """
 
     def __init__(self, name: str):
@@ -129,6 +129,7 @@ class FakeEngine:
         self.tokenized: list[dict[str, Any]] = []
         self.api_key: str | None = None
         self.stream_error: int | None = None
+        self.ends = False
         self.follow = False  # its params say that decode engines can follow its prefills
         self.passed: list[Seen] = []
         self.port = 0
@@ -254,6 +255,9 @@ class FakeEngine:
             if seen.body.get("stream"):
                 return StreamingResponse(self._stream(seen), media_type="text/event-stream")
             seen.finished = True
+            if self.ends:
+                empty = {"message": {"role": "assistant", "content": ""}} if "messages" in seen.body else {"text": ""}
+                return {"id": "x", "choices": [{"index": 0, **empty, "finish_reason": "abort"}]}
             return {
                 "id": "x",
                 "object": "whole",
@@ -277,7 +281,12 @@ class FakeEngine:
 
     async def _stream(self, seen: Seen):
         try:
-            for i in range(0 if self.stream_error else self.chunks):
+            if self.ends:
+                if "messages" in seen.body:
+                    yield 'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n'
+                empty = '"delta":{"content":""}' if "messages" in seen.body else '"text":""'
+                yield f'data: {{"id":"x","choices":[{{"index":0,{empty},"finish_reason":"abort"}}]}}\n\n'
+            for i in range(0 if self.stream_error or self.ends else self.chunks):
                 if self.gate is not None:
                     await self.gate.acquire()
                 await asyncio.sleep(0)  # uvicorn's send does not yield once the client has gone

@@ -227,6 +227,22 @@ async def test_stream_that_is_only_an_error_is_retried(body):
         assert events((await ask()).content)[-2]["error"]["code"] == 400, "another engine would say the same"
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("body", [turn("u1"), {"prompt": [1, 2, 3]}], ids=["chat", "completion"])
+async def test_request_that_an_engine_refuses_while_it_ends_is_sent_elsewhere(body, stream):
+    """As vLLM does with --shutdown-timeout until its requests have ended: 200, and no token."""
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    asked = body | {"model": "m", "stream": stream}
+    async with Cluster(p=2, d=2) as c:
+        c.p[0].ends = c.d[0].ends = True
+        for _ in range(4):
+            reply = await within(5, c.client.post(path, json=asked))
+            assert reply.status_code == 200 and b"abort" not in reply.content
+        assert c.p[1].seen and all(seen.body["kv_transfer_params"].get("do_remote_prefill") for seen in c.d[1].seen)
+        c.d[1].ends = True
+        assert (await within(5, c.client.post(path, json=asked))).status_code == 503
+
+
 async def test_silent_stream_ends_with_error_after_idle_timeout():
     async with Cluster(stream_idle_timeout=0.2) as c:
         c.d[0].gate = asyncio.Semaphore(1)

@@ -10,6 +10,7 @@ from vllm_kvtier.proxy.messages import sse, transfer_params
 _DONE = b"[DONE]"
 _NAME = b"kv_transfer_params"
 _NULL = b'"kv_transfer_params":null'
+_CHAT_TEXTS = ("reasoning", "reasoning_content", "tool_calls", "refusal", "audio")  # beside content
 
 
 class AnswerRewriter:
@@ -119,6 +120,18 @@ def find_server_error(events: bytes) -> tuple[int, bytes] | None:
     error = transfer_params.as_dict(document).get("error") if sign else None
     status = error.get("code") if isinstance(error, dict) else None
     return (status, document) if isinstance(status, int) and 500 <= status < 600 else None
+
+
+def is_refused_at_end(answer: bytes) -> bool:
+    """Whether an engine aborted a request before its first token: one that is shut down, and drains, refuses new
+    requests so. ``answer``: JSON, or an event."""
+    if b'"finish_reason":"abort"' not in answer:
+        return False
+    choices = transfer_params.as_dict(answer.removeprefix(b"data: ")).get("choices")
+    if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
+        return False
+    texts = [choice.get("message") or choice.get("delta") or choice for choice in choices]
+    return not any(each.get(name) for each in texts for name in ("text", "content", "token_ids", *_CHAT_TEXTS))
 
 
 def error_events(message: str, status: int) -> bytes:

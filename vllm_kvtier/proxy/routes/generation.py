@@ -18,7 +18,8 @@ Failures and their handling:
   used up: 503. Of a prefill engine's answer, that means that its export is not known, and the decode engine computes.
 * The decode engine fails later, or ends its stream before ``[DONE]``: the stream ends with an error event.
 * An engine whose core process dies, or is shut down, ends streams that it has not begun with 200 and an error event: as
-  if it had answered 5xx.
+  if it had answered 5xx. One that is shut down with --shutdown-timeout answers new prompts of token ids with 200, no
+  token and the finish_reason "abort": as if it had failed.
 * The client leaves: the task of the request is cancelled. That closes the engine's connection, and the engine aborts.
 * No decode engine takes the export: it is released.
 """
@@ -192,6 +193,7 @@ class Generation(EngineRequest):
             try:
                 left = max(0.0, deadline - time.monotonic())
                 document = await reply.read(self._config.max_event_bytes, left, self._held)
+                _check_refusal(engine, reply, document)
             finally:
                 reply.close()
         except AnswerTooLarge as failure:
@@ -258,6 +260,7 @@ class Generation(EngineRequest):
                     answer.pieces = self._relay(reply, rewriter, first, answer)
                     return True, answer
                 document = await reply.read(self._config.max_body_bytes, self._config.answer_timeout, self._held)
+                _check_refusal(engine, reply, document)
             finally:
                 if not done:
                     reply.close()
@@ -324,6 +327,10 @@ class Generation(EngineRequest):
             raise EngineFailure(f"{reply.engine} ended a stream before its first event.")
         if error := response_rewriter.find_server_error(events):
             raise StreamRefused(reply.engine, *error)
+        for event in events.split(b"\n\n"):
+            if _ROLE not in event:
+                _check_refusal(reply.engine, reply, event)
+                break
         return events
 
     async def _relay(
@@ -376,6 +383,12 @@ class Generation(EngineRequest):
                 "prefill_seconds": self._prefill_seconds,
             },
         }
+
+
+def _check_refusal(engine: Engine, reply: Reply, document: bytes) -> None:
+    """Raise EngineFailure if the engine began nothing, because it is shut down."""
+    if reply.status == 200 and response_rewriter.is_refused_at_end(document):
+        raise EngineFailure(f"{engine} is shut down, and aborts new requests.")
 
 
 def _is_empty(events: bytes) -> bool:
