@@ -164,6 +164,22 @@ def test_store_source_answer_that_is_not_asked_for_in_time_is_leased_anew():
     world.matcher.finished(request)
 
 
+def test_store_source_hit_that_is_held_for_long_is_leased_anew():
+    """A peer was asked for more meanwhile, and vLLM had no slot for the request until the store's lease had ended."""
+    world = World(ONE)
+    request = make_request("r", list(range(34)), HASH_BLOCK_SIZE, params("p"))
+    world.store(request, 16)
+    assert world.matcher.match(request, 0) == (None, False)
+    world.answer(world.client.open[0])
+    assert world.matcher.match(request, 0) == (None, False)
+    before = set(world.client.held)
+    world.matcher.get("r").hit_at -= 70.0
+    world.peers.answer(world.peers.open[0], LookupMiss("no_matching_blocks", ""))
+    assert offered(world, request) == (16, True) and before != world.client.held
+    world.balanced()
+    world.matcher.finished(request)
+
+
 def test_store_source_is_asked_again_if_prefix_is_evicted_before_answer():
     world = World(ONE)
     request = make_request("r", list(range(34)), HASH_BLOCK_SIZE)

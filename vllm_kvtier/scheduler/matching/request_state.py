@@ -47,7 +47,7 @@ class RequestState:
     held: LookupHit | None = None  # kept while other candidates are asked for more
     hit: LookupHit | None = None  # taken
     begun_at: float = 0.0  # when it was first matched
-    hit_at: float = 0.0
+    hit_at: float = 0.0  # when ``held``, or ``hit``, came
     allocated_at: float = 0.0  # when vLLM gave it blocks to load into
     num_computed_tokens: int = 0
     takes_attention_hit: bool = False  # that may include tokens behind which only a hand-off has the states

@@ -87,7 +87,7 @@ class SourceSelector:
                 self.wait_briefly(state, alone)
             return True
         if state.held is not None:
-            state.hit, state.hit_at, state.held = state.held, time.monotonic(), None
+            state.hit, state.held = state.held, None
             state.life.fire(Event.TAKE_HELD_HIT)
             return True
         return False
@@ -131,7 +131,7 @@ class SourceSelector:
             self.release_held(state)
             state.pending = again
             if result.found:
-                state.held = result  # leased meanwhile
+                state.held, state.hit_at = result, again.deadline  # leased meanwhile
             return False
         elif not result.found:
             self._add_candidates(state, result)
@@ -142,7 +142,7 @@ class SourceSelector:
         elif source.holds_hit:
             source.on_held(state, result)
             self.release_held(state)
-            state.pending, state.held = None, result
+            state.pending, state.held, state.hit_at = None, result, time.monotonic()
             self._add_candidates(state, result)
             state.life.fire(Event.HOLD_HIT)
         elif not source.fits(state, result):
