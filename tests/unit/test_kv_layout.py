@@ -338,3 +338,31 @@ def test_kv_layout_fp8_formats_have_canonical_names():
         vllm_config = config_of("FLASH_ATTN", "a", cache_dtype=label)
         names.append(cache_view({"a": cache}, config, vllm_config, "cpu").groups[0].regions[0].dtype)
     assert names == ["fp8_per_tensor:fp8_e4m3"] * 2 + ["fp8_per_tensor:fp8_e5m2"]
+
+
+def test_kv_layout_of_rocm_names_what_else_orders_a_page(monkeypatch):
+    """Else an engine that was restarted with the other setting read its disk's blocks as they are not."""
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    config = old_config(3, group("a", full()))
+    found = set()
+    for shuffled, interleaved in (("0", False), ("1", False), ("0", True)):
+        monkeypatch.setenv("VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", shuffled)
+        vllm_config = config_of("ROCM_ATTN", "a", impl=SimpleNamespace(_use_interleaved_v_cache=interleaved))
+        caches = {"a": torch.zeros(3, 2, 16, 2, 8, dtype=torch.bfloat16)}
+        found.add(cache_view(caches, config, vllm_config, "cpu").groups[0].regions[0].packing)
+    assert len(found) == 3
+
+
+@pytest.mark.parametrize("quantized, differs", [(True, True), (False, False)])
+def test_kv_layout_tells_fp8_of_mi300_from_others(monkeypatch, quantized, differs):
+    mode = spec_module.KVQuantMode.FP8_PER_TENSOR if quantized else spec_module.KVQuantMode.NONE
+    dtype = torch.uint8 if quantized else torch.bfloat16
+    config = old_config(3, group("a", full(dtype=dtype, kv_quant_mode=mode)))
+    vllm_config = config_of("TRITON_ATTN", "a", cache_dtype="fp8" if quantized else "auto")
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    found = set()
+    for arch in ("gfx942:sramecc+:xnack-", "gfx950:sramecc+:xnack-"):
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, arch=arch: SimpleNamespace(gcnArchName=arch))
+        caches = {"a": torch.zeros(3, 2, 16, 2, 8, dtype=dtype)}
+        found.add(cache_view(caches, config, vllm_config, "cpu").groups[0].regions[0].dtype)
+    assert (len(found) == 2) == differs

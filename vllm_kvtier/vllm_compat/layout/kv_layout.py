@@ -11,6 +11,7 @@ Old shapes (to 0.28): K and V in a dimension of their own, ``[B, 2, N, H, D]`` o
 """
 
 import dataclasses
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -282,19 +283,30 @@ def _cells(layer: str, shape: _Shape, spec: Any, backend: _Backend, isa: str | N
         if folded is None:
             raise UnsupportedLayout(f"layer {layer}: a head's page of the CPU cache is not contiguous")
         return folded, packing_of(isa)
-    rocm = getattr(torch.version, "hip", None) is not None
-    if backend.name in _TOKEN_ADDRESSED and "NVFP4" not in _quant(spec) and not rocm:
+    if backend.name in _TOKEN_ADDRESSED and "NVFP4" not in _quant(spec) and not _rocm():
         return shape, ""
+    name = f"opaque-{backend.name}{_rocm_order(backend) if _rocm() else ''}"
     page = _fold_page(shape)
     if page is not None:
-        return page[0], f"opaque-{backend.name}-{page[1]}"
+        return page[0], f"{name}-{page[1]}"
     folded = _fold_tokens(shape)
     if folded is None:
         raise UnsupportedLayout(
             f"layer {layer}: pages of the attention backend {backend.name} are scattered in memory "
             "and their inner order is unknown; set VLLM_KV_CACHE_LAYOUT to LBNHC or LBHNC"
         )
-    return folded, f"opaque-{backend.name}-head"
+    return folded, f"{name}-head"
+
+
+def _rocm() -> bool:
+    return getattr(torch.version, "hip", None) is not None
+
+
+def _rocm_order(backend: _Backend) -> str:
+    """By a variable, and by what the compiler fused, ROCm's backends order the numbers within a page in other ways."""
+    interleaved = getattr(getattr(backend.module, "impl", None), "_use_interleaved_v_cache", False)
+    shuffled = os.environ.get("VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", "").lower() in ("1", "true")
+    return "-shuffled" * shuffled + "-interleaved" * bool(interleaved)
 
 
 def _fold_tokens(shape: _Shape) -> _Shape | None:
@@ -334,13 +346,14 @@ def _isa(backend: _Backend, spec: Any, cache_dtype: str) -> str | None:
 
 def _dtype(tensor: torch.Tensor, spec: Any, vllm_config: Any) -> str:
     """The tensor's dtype, and for a quantized cache the name of its format."""
-    name = str(tensor.dtype).removeprefix("torch.")
-    quant = _quant(spec)
-    if quant == "NONE":
-        return name
-    label = _cache_dtype(spec, vllm_config)
-    # "fp8" is an alias of e4m3; the tensor's own dtype may be uint8 or float8 for the same bytes.
-    return f"{quant.lower()}:{'fp8_e4m3' if label == 'fp8' else label}"
+    name, quant = str(tensor.dtype).removeprefix("torch."), _quant(spec)
+    if quant != "NONE":
+        label = _cache_dtype(spec, vllm_config)
+        # "fp8" is an alias of e4m3; the tensor's own dtype may be uint8 or float8 for the same bytes.
+        name = f"{quant.lower()}:{'fp8_e4m3' if label == 'fp8' else label}"
+    if tensor.itemsize == 1 and _rocm() and "gfx94" in torch.cuda.get_device_properties(tensor.device).gcnArchName:
+        return f"{name} fnuz"  # MI300's bytes of fp8 are other numbers, under the same names
+    return name
 
 
 def _quant(spec: Any) -> str:
