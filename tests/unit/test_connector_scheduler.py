@@ -69,6 +69,27 @@ def test_load_of_finished_request_still_adds_checksums(half):
     assert half.counters.take()["loads|ok"] == 1 and half.ended == [("r", False)]
 
 
+def test_retained_blocks_give_way_to_a_prompt_whose_beginning_is_in_free_blocks(half):
+    """vLLM takes free blocks for what its prefix cache has of a prompt, too. A request that needed more than were free
+    waited for ``retain_seconds``, and all behind it."""
+    freed = []
+    half._identity = SimpleNamespace(resolve_namespace=lambda: None, namespace="n")
+    half._questions, half.has_pending_frees = SimpleNamespace(waiting=False), lambda: False
+    half._info = SimpleNamespace(unsupported="", groups=cache_groups([(16, None)]))
+    half._provenance = SimpleNamespace(admit=lambda request, known: True)
+    half._matcher = SimpleNamespace(match=lambda request, computed: (0, False), allocated=lambda *_: None, get=id)
+    half._pool, half._offloader = SimpleNamespace(free_count=lambda: 12), None
+    half._exporter = SimpleNamespace(needed=lambda tokens: -(-tokens // 16), release_for_requests=freed.append)
+    request = SimpleNamespace(request_id="r", num_tokens=208)
+    half.match(request, 160)  # 3 of 13 blocks are new
+    assert freed == []
+    half.match(request, 160)  # vLLM lacked one of 13
+    assert freed == [14]
+    half.allocated(request, ([],), 0)
+    half.match(request, 160)  # preempted
+    assert freed == [14]
+
+
 @pytest.mark.parametrize("tokens, ids, filled", [(64, None, (0, 1, 2)), (80, None, (0, 2)), (70, [0, 2, 3], (3,)),
                                                  (96, [1, 2, 3], (1, 2, 3))])  # fmt: skip
 def test_groups_that_a_load_does_not_fill_are_cleared_by_vllm(half, tokens, ids, filled):

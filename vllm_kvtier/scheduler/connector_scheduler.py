@@ -41,6 +41,7 @@ class KVTierConnectorScheduler(SchedulerParts):
     _report_at = 0.0  # when vLLM next gets what was counted
     _passive = False  # too much of our code failed
     _generation = 0  # of the checksums
+    _answered = ""  # the request that vLLM was last given an answer to, until it has blocks
 
     def _start(self) -> None:
         self._contain.on_limit = self._become_passive
@@ -80,7 +81,11 @@ class KVTierConnectorScheduler(SchedulerParts):
             return 0, False
         tokens, asynchronous = self._matcher.match(request, computed)
         if tokens is not None:
-            self._free_blocks(self._exporter.needed(request.num_tokens - computed))
+            # vLLM asks again where it lacked blocks. It also takes the free ones that hold what it has computed, and
+            # may want one more of each group for what it speculates.
+            again, self._answered = self._answered == request.request_id, request.request_id
+            needed = self._exporter.needed(request.num_tokens - (0 if again else computed))
+            self._free_blocks(needed + again * len(self._info.groups))
         return tokens, asynchronous
 
     def longest_local_hit(self, request: Any) -> int:
@@ -108,6 +113,7 @@ class KVTierConnectorScheduler(SchedulerParts):
                 self._offloader.cancel_for_requests(short)
 
     def allocated(self, request: Any, block_ids: tuple[list[int], ...], external: int) -> None:
+        self._answered = ""
         if not self._info.unsupported:
             self._matcher.allocated(request, block_ids, external)
             state = self._matcher.get(request.request_id)
