@@ -90,6 +90,18 @@ def test_retained_blocks_give_way_to_a_prompt_whose_beginning_is_in_free_blocks(
     assert freed == [14]
 
 
+@pytest.mark.parametrize("free, freed", [(0, [2]), (1, [2]), (2, [])])
+def test_retained_blocks_give_way_in_a_step_without_requests(half, free, freed):
+    """A loaded request needs a block to go on, and vLLM finds none."""
+    given = []
+    half._info, half._offloader = SimpleNamespace(groups=cache_groups([(16, None)])), None
+    half._pool = SimpleNamespace(free_count=lambda: free)
+    half._exporter = SimpleNamespace(release_for_requests=given.append, begin_step=lambda growth: [], step=1)
+    half._tables = SimpleNamespace(each_block=bool(freed), begin_step=lambda *_: [])
+    half._step_timer, half._matcher.prefetching = SimpleNamespace(begin_step=lambda *_: None), False
+    assert half._follow(SimpleNamespace(num_scheduled_tokens={}), False) == [] and given == freed
+
+
 @pytest.mark.parametrize("tokens, ids, filled", [(64, None, (0, 1, 2)), (80, None, (0, 2)), (70, [0, 2, 3], (3,)),
                                                  (96, [1, 2, 3], (1, 2, 3))])  # fmt: skip
 def test_groups_that_a_load_does_not_fill_are_cleared_by_vllm(half, tokens, ids, filled):

@@ -170,7 +170,8 @@ class KVTierConnectorScheduler(SchedulerParts):
 
     def _follow(self, output: Any, synchronous: bool) -> list[ChecksumJob]:
         """Follow the blocks that the step's requests fill: checksums to compute, blocks to store."""
-        needed = RESERVE_PER_REQUEST * len(output.num_scheduled_tokens) * len(self._info.groups)
+        # Of a step without requests for one: what was loaded may need a block to go on, and vLLM does not ask for it.
+        needed = RESERVE_PER_REQUEST * max(1, len(output.num_scheduled_tokens)) * len(self._info.groups)
         short = needed > self._pool.free_count()
         if short:
             self._free_blocks(needed)
