@@ -85,7 +85,7 @@ class RaisingLife(Life):
         self.planner.observe_load = self.planner.observe_handover = lambda *_: None
         half = KVTierConnectorScheduler.__new__(KVTierConnectorScheduler)
         half._matcher, half._sync_load, half._contain, half._passive = self.matcher, self.sync_load, self.contain, False
-        half._info = SimpleNamespace(unsupported=None)
+        half._info = SimpleNamespace(unsupported=None, groups=groups)
         half._offloader, half._store = None, self.tier
         half._questions = SimpleNamespace(waiting=[])
         facts = SimpleNamespace(reports_failed_requests=False, followed=lambda ids: ids)

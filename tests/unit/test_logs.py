@@ -136,7 +136,7 @@ def test_rate_limit_holds_with_many_threads(limited):
 
 def test_get_logger_is_used_by_every_module(root):
     package = root / "vllm_kvtier"
-    allowed = {"logs.py": 1}  # the call that makes them
+    allowed = {"logs.py": 1, "vllm_compat/probe/trials.py": 1}  # the call that makes them; one of vLLM's, silenced
     for path in package.rglob("*.py"):
         text = path.read_text("utf-8")
         found = re.findall(r"logging\.getLogger\((?!.*\.setLevel)", text)
