@@ -217,6 +217,9 @@ class Crowd:
             self.number += 1
             self.members.append(Member(self.path, self.root, self.number, self.random.uniform(*LIFE_SECONDS)))
 
+    def tells(self) -> bool:
+        return self.killed > 3 and self.done > 3 and self.loaded > 500
+
     def end(self) -> None:
         for member in self.members:
             member.process.kill()
@@ -224,11 +227,12 @@ class Crowd:
 
 
 def run_crowd(store: Store, root: Path, seconds: float, seed: int, restarts: bool) -> Crowd:
+    """At least so many seconds: on a busy machine until the crowd has shown something."""
     crowd = Crowd(store.path, root, seed)
     deadline = time.monotonic() + seconds
     restart = time.monotonic() + 4
     try:
-        while time.monotonic() < deadline:
+        while (now := time.monotonic()) < deadline or (now < deadline + 60 and not crowd.tells()):
             crowd.look_after()
             if restarts and time.monotonic() > restart:
                 store.kill()
@@ -260,7 +264,7 @@ def test_many_clients_under_load_read_correct_bytes_and_leak_nothing(store, root
     crowd = run_crowd(store, root, 10, seed=1 + restarts, restarts=restarts)
     counts = store.counts().index
     print(f"{crowd.done} ended, {crowd.killed} killed, {crowd.loaded} blocks checked; {counts}")
-    assert crowd.killed > 3 and crowd.done > 3 and crowd.loaded > 500
+    assert crowd.tells()
     if not restarts:
         assert counts.evictions > 100
     assert_nothing_leaked(store)
