@@ -14,8 +14,9 @@ LEFT_OUT = {
     "vllm_compat/hooks/idle_hook.py:_looking.<locals>.looking",
     "vllm_compat/hooks/block_pool.py:BlockPool.around_reset.<locals>.reset_prefix_cache",
     "vllm_compat/hooks/local_hits.py:limit.<locals>.get_computed_blocks_for_connector",
-    # These do nothing, or read one of their fields.
-    "vllm_compat/stats.py:KVTierStats.is_empty",
+    # These do nothing, read one of their fields, or wait for an event of Python's.
+    "vllm_compat/stats.py:KVTierStats.is_empty", "vllm_compat/hooks/step_pause.py:_Time.__getattr__",
+    "vllm_compat/hooks/step_pause.py:_Time.sleep",
     *(f"connector.py:KVTierConnector.{name}" for name in ("wait_for_layer_load", "save_kv_layer", "wait_for_save")),
 }  # fmt: skip
 
