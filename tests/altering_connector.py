@@ -25,10 +25,11 @@ from vllm_kvtier.worker.copy.cuda_copier import CudaCopier, CudaCopy
 from vllm_kvtier.worker.copy.host_copier import HostCopier
 from vllm_kvtier.worker.nixl_pull.exported_memory import CacheMemory
 from vllm_kvtier.worker.nixl_pull.pulls import Pulls
+from vllm_kvtier.worker.peer_fetch.fetch_jobs import PeerFetches
 
 VARIABLE = "KVTIER_ALTER"
 _load, _start, _poll, _check = HostCopier.load, Pulls.start, Pulls.poll, CacheMemory.begin_check
-_cuda_load, _cuda_done = CudaCopier.load, CudaCopy.done
+_cuda_load, _cuda_done, _result = CudaCopier.load, CudaCopy.done, PeerFetches._result
 _random = random.Random("altering")
 _jobs = {}  # pulls under way, by request
 _before: dict[int, list[torch.Tensor]] = {}  # by group: the pages of the load before, by region
@@ -82,9 +83,17 @@ def _altered_check(self, groups, moves=()):
     return _check(self, groups, moves)
 
 
-def _followed_start(self, job, after=None):
+def _followed_start(self, job, *args, **kwargs):
     _jobs[job.request_id] = job
-    return _start(self, job, after)
+    return _start(self, job, *args, **kwargs)
+
+
+def _altered_result(self, fetch, number):
+    result = _result(self, fetch, number)
+    for each in [] if result.failed else fetch.jobs[number].groups:
+        if len(each.local):
+            _alter(self._view, each.group, each.local)
+    return result
 
 
 def _altered_poll(self, quick=False):
@@ -126,4 +135,5 @@ class AlteringConnector(KVTierConnector):
         HostCopier.load, CacheMemory.begin_check = _altered_load, _altered_check
         CudaCopier.load, CudaCopy.done = _followed_cuda_load, _altered_cuda_done
         Pulls.start, Pulls.poll = _followed_start, _altered_poll
+        PeerFetches._result = _altered_result
         super().__init__(*args, **kwargs)
