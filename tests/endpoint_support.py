@@ -10,7 +10,9 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import contextmanager
 
+import zmq
 from context_fakes import engine_of
 from support import eventually
 
@@ -158,6 +160,27 @@ def main() -> None:
     source.table.add(export(kind=LeaseKind.RETAINED, seconds=600.0))
     print(source.endpoint.port, flush=True)
     sys.stdin.read()  # until the parent process has ended
+
+
+@contextmanager
+def raw(address, greet=True):
+    """A hand-made client: (socket, send, receive)."""
+    context = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.connect(f"tcp://{address[0]}:{address[1]}")
+
+    def receive(seconds=5.0):
+        assert socket.poll(seconds * 1000), "no answer"
+        return m.decode_engine(socket.recv_multipart()[-1])
+
+    try:
+        if greet:
+            socket.send(m.encode(m.Hello(m.PROTOCOL, "raw/1", NAMESPACE)))
+            assert isinstance(receive(), m.Welcome)
+        yield socket, lambda message: socket.send(m.encode(message)), receive
+    finally:
+        context.destroy(linger=0)
 
 
 if __name__ == "__main__":

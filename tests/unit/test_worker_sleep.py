@@ -134,8 +134,9 @@ def test_worker_suspend_during_pulls_reports_each_once_and_writes_nothing(halves
     assert not here.made.collect().results
 
 
-def test_worker_suspend_waits_for_setup_and_sets_up_again(tmp_path, monkeypatch):
-    """And one that sleeps before that is not set up before it wakes."""
+@pytest.fixture
+def slow_setup(monkeypatch):
+    """(event set when a set-up has begun, event that lets it go on)."""
     pytest.importorskip("nixl")
     entered, go_on = threading.Event(), threading.Event()
     real = connector_worker_module.NixlTransport
@@ -146,6 +147,12 @@ def test_worker_suspend_waits_for_setup_and_sets_up_again(tmp_path, monkeypatch)
         return real(*arguments)
 
     monkeypatch.setattr(connector_worker_module, "NixlTransport", slow)
+    return entered, go_on
+
+
+def test_worker_suspend_waits_for_setup_and_sets_up_again(tmp_path, slow_setup):
+    """And one that sleeps before that is not set up before it wakes."""
+    entered, go_on = slow_setup
     half = Half(tmp_path, 0, cache(12, 0))
     try:
         assert entered.wait(20)
@@ -164,18 +171,9 @@ def test_worker_suspend_waits_for_setup_and_sets_up_again(tmp_path, monkeypatch)
         half.end()
 
 
-def test_worker_step_behind_a_reset_does_not_wait_for_setup(tmp_path, monkeypatch):
+def test_worker_step_behind_a_reset_does_not_wait_for_setup(tmp_path, slow_setup):
     """After sleep mode vLLM serves at once, often with its prefix cache reset, and registering memory takes seconds."""
-    pytest.importorskip("nixl")
-    entered, go_on = threading.Event(), threading.Event()
-    real = connector_worker_module.NixlTransport
-
-    def slow(*arguments):
-        entered.set()
-        assert go_on.wait(20)
-        return real(*arguments)
-
-    monkeypatch.setattr(connector_worker_module, "NixlTransport", slow)
+    entered, go_on = slow_setup
     half = Half(tmp_path, 0, cache(12, 0))
     try:
         assert entered.wait(20)

@@ -239,7 +239,7 @@ def model_fingerprint(vllm_config: Any) -> str:
     kinds = [*(_MEDIA_FILES if model.multimodal_config is not None else ()), *(["*.py"] * model.trust_remote_code)]
     for file in [file for kind in kinds if folder for file in sorted(folder.glob(kind))]:
         digest.update(f"|{file.name}|".encode() + hashlib.blake2b(file.read_bytes()).digest())
-    configuration = digest.hexdigest()[:16]
+    configured = digest.hexdigest()[:16]
     weights = hashlib.blake2b(digest_size=8)
     parts = [(model.model, model.revision, folder)]
     for other in [getattr(model.hf_config, field, None) for field in _OTHER_MODELS]:
@@ -274,5 +274,5 @@ def model_fingerprint(vllm_config: Any) -> str:
             "restart. If several engines, or restarts, have the same weights, give them one model_fingerprint",
             words,
         )
-    _parts[name] = configuration, words
+    _parts[name] = configured, words
     return name

@@ -203,7 +203,7 @@ class PeerExchange:
             if heads and setup.shares:
                 self.fetching, shared = open_node(self._context, memory, heads, self.poll_soon)
                 if self.fetching is not None:
-                    self.fetching.add_engines(self._engines)
+                    self.fetching.add_engines(dict(self._engines))  # a step may add to them meanwhile
             transport = self._open_nixl(memory, needed=shared is None)
             info = m.RankInfo(
                 rank=self._rank,
@@ -226,7 +226,7 @@ class PeerExchange:
             return
         if transport is not None:
             pulls = Pulls(transport, memory, self._rank, heads)
-            for instance, ranks in self._engines.items():
+            for instance, ranks in dict(self._engines).items():
                 pulls.add_engine(instance, ranks)
             self.transport, self.pulls = transport, pulls
         self._send(lm.Register(info, memory.wire_codec))

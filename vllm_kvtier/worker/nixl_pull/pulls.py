@@ -76,13 +76,7 @@ class _Pull:
 
 
 class Pulls:
-    def __init__(
-        self,
-        transport: NixlTransport,
-        memory: PeerMemory,
-        rank: int,
-        heads: Sequence[HeadRange] = (),
-    ):
+    def __init__(self, transport: NixlTransport, memory: PeerMemory, rank: int, heads: Sequence[HeadRange] = ()):
         """``heads``: by group, the KV heads that this rank holds; (): unknown."""
         self._transport, self._memory = transport, memory
         self._sources: dict[str, list[RankInfo]] = {}
@@ -198,7 +192,7 @@ class Pulls:
         pull.stage = Stage.READING if pull.transfer is not None else Stage.WAITING
 
     def _quick(self, pull: _Pull) -> bool:
-        """Whether its read begins at once: from a connected engine, with few reads or by the copier."""
+        """Whether its read begins at once: from a connected engine, with few reads."""
         job = pull.job
         if self._retire_by is not None or not (self._staged if job.staged else self._direct).connected(job.instance):
             return False

@@ -136,7 +136,6 @@ class StagedReads:
 class StagedRead:
     """One pull."""
 
-
     def __init__(self, reads: StagedReads, job: PullJob, ranks: Sequence[RankInfo]):
         self._reads, self._job, self._ranks = reads, job, ranks
         self.bytes = 0
