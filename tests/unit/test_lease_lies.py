@@ -1,4 +1,4 @@
-"""What an engine that lies, or any process that connects, sends over real loopback sockets: it affects no other peer."""
+"""What an engine that lies, or any process that connects, sends over real sockets: it affects no other peer."""
 
 import contextlib
 import os
