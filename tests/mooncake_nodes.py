@@ -12,7 +12,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from object_nodes import BLOCKS, TierNode, blocks_of
-from support import eventually
+from support import eventually, stop
 
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.store.index.types import HASH_BYTES
@@ -78,7 +78,7 @@ class Master:
         return {key: len(found.get("values") or ()) for key, found in json.loads(ran.stdout)["data"].items()}
 
     def stop(self) -> None:
-        self.process.send_signal(signal.SIGSTOP)
+        stop(self.process.pid)
 
     def go_on(self) -> None:
         self.process.send_signal(signal.SIGCONT)

@@ -182,11 +182,11 @@ class Member:
         self.process = subprocess.Popen(
             command, cwd=root, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
-        self.life, self.until = life, 0.0
+        self.life, self.until, self.printed = life, 0.0, ""
 
     def overdue(self) -> bool:
         if not self.until and select.select([self.process.stdout], [], [], 0)[0]:
-            self.process.stdout.readline()
+            self.printed = os.read(self.process.stdout.fileno(), 4096).decode()
             self.until = time.monotonic() + self.life
         return bool(self.until) and time.monotonic() > self.until
 
@@ -212,7 +212,7 @@ class Crowd:
                 assert "Traceback" not in err, err
                 if member.process.returncode == 0:
                     self.done += 1
-                    self.loaded += int(out.split()[-2])
+                    self.loaded += int((member.printed + out).split()[-2])
         while len(self.members) < CLIENTS:
             self.number += 1
             self.members.append(Member(self.path, self.root, self.number, self.random.uniform(*LIFE_SECONDS)))
