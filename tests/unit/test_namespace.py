@@ -20,6 +20,7 @@ from engine_configs import at_defaults, engine_config
 from tier_fakes import NAMESPACE, described
 from vllm.config import CacheConfig, LoadConfig, ModelConfig, VllmConfig
 from vllm.config.attention import AttentionConfig
+from vllm.config.kernel import KernelConfig
 from vllm.config.lora import LoRAConfig
 from vllm.config.multimodal import MultiModalConfig
 from vllm.config.quantization import QuantizationConfigArgs
@@ -244,8 +245,10 @@ def test_options_max_model_len_counts_for_some_multimodal_models():
 
 def test_options_quantizing_environment_variable_counts(monkeypatch):
     before = of()
-    monkeypatch.setenv("VLLM_MARLIN_INPUT_DTYPE", "int8")
-    assert "VLLM_MARLIN_INPUT_DTYPE=int8" in before.mismatch(of())
+    for name, value in (("VLLM_MARLIN_INPUT_DTYPE", "int8"), ("VLLM_ROCM_USE_AITER_MOE_SITUV2", "a16w4")):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            assert f"{name}={value}" in before.mismatch(of())
 
 
 def test_options_quantization_by_environment_counts_with_its_file(monkeypatch, tmp_path):
@@ -257,6 +260,29 @@ def test_options_quantization_by_environment_counts_with_its_file(monkeypatch, t
         monkeypatch.setenv("VLLM_HUMMING_ONLINE_QUANT_CONFIG", str(file))
         found.add(of())
     assert len(found) == 5
+
+
+def test_options_kernel_that_quantizes_otherwise_counts():
+    """Marlin leaves activations in 16 bits, whatever the checkpoint says of them."""
+
+    def kernels(**chosen):
+        config = engine_config()
+        config.kernel_config = at_defaults(KernelConfig, **chosen)
+        return ns.namespace(config, 16, "model")
+
+    assert kernels() == kernels(moe_backend="triton", linear_backend="cutlass"), "prefill's and decode's may differ"
+    others = {"moe_backend": "marlin", "linear_backend": "marlin", "linear_backend_per_quant": {"nvfp4": "marlin"}}
+    for name in others.keys() & KernelConfig.__dataclass_fields__.keys():
+        assert "=marlin" in kernels().mismatch(kernels(**{name: others[name]}))
+
+
+def test_options_default_of_environment_variable_does_not_count(monkeypatch):
+    """vLLM sets it for checkpoints that ask for it."""
+    before = of()
+    monkeypatch.setenv("VLLM_USE_DEEP_GEMM_E8M0", "1")
+    assert of() == before
+    monkeypatch.setenv("VLLM_USE_DEEP_GEMM_E8M0", "0")
+    assert "VLLM_USE_DEEP_GEMM_E8M0=0" in before.mismatch(of())
 
 
 def test_option_text_is_short_and_names_values():

@@ -35,7 +35,8 @@ TABLE = {
         "additional_config diffusion_config",
         # Read elsewhere: ``namespace`` (adapters), and ``model_config.quantization`` and its like.
         "lora_config quant_config "
-        # How work is distributed, scheduled, compiled and observed. Other kernels differ in rounding only.
+        # How work is distributed, scheduled, compiled and observed. Other kernels differ in rounding only, but for
+        # those of ``by_kernel``.
         "parallel_config scheduler_config device_config compilation_config kernel_config mamba_config offload_config "
         "engram_config optimization_level performance_mode additional_config.gdn_prefill_backend "
         "additional_config.kda_prefill_backend additional_config.kda_decode_backend observability_config "
@@ -122,11 +123,23 @@ _OTHER = {name: frozenset(fields.other.split()) for name, fields in TABLE.items(
 # vLLM's environment variables that quantize weights, activations or what ranks send each other, draw a token's experts
 # at random (for benchmarks), or choose how videos are read.
 VARIABLES = (
-    "VLLM_B12X_MOE_FP4_FORCE_A16", "VLLM_CPU_INT4_W4A8", "VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE",
-    "VLLM_HUMMING_INPUT_QUANT_CONFIG", "VLLM_HUMMING_ONLINE_QUANT_CONFIG", "VLLM_MARLIN_INPUT_DTYPE",
-    "VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "VLLM_ROCM_MUSE_MOE_ONLINE_QUANT", "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION",
-    "VLLM_ROCM_USE_AITER_MOE_A4W4_DSV4", "VLLM_VIDEO_LOADER_BACKEND",
+    "VLLM_B12X_MOE_FP4_FORCE_A16", "VLLM_CPU_INT4_W4A8", "VLLM_DISABLED_KERNELS",
+    "VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE", "VLLM_HUMMING_INPUT_QUANT_CONFIG",
+    "VLLM_HUMMING_ONLINE_QUANT_CONFIG", "VLLM_MARLIN_INPUT_DTYPE", "VLLM_MOE_ROUTING_SIMULATION_STRATEGY",
+    "VLLM_ROCM_MUSE_MOE_ONLINE_QUANT", "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION", "VLLM_ROCM_USE_AITER_FP4BMM",
+    "VLLM_ROCM_USE_AITER_FP8BMM", "VLLM_ROCM_USE_AITER_MOE_A4W4_DSV4", "VLLM_ROCM_USE_AITER_MOE_SITUV2",
+    "VLLM_TEST_FORCE_FP8_MARLIN", "VLLM_USE_DEEP_GEMM", "VLLM_USE_DEEP_GEMM_E8M0", "VLLM_VIDEO_LOADER_BACKEND",
+    "VLLM_XPU_INC_WNA16_BACKEND",
 )  # fmt: skip
+# On by default: vLLM sets one of them itself for some models, and guides set the other.
+_DEFAULTS = {"VLLM_USE_DEEP_GEMM": "1", "VLLM_USE_DEEP_GEMM_E8M0": "1"}
+# Kernels that compute with what the checkpoint has quantized; others leave activations as they are (Marlin), quantize
+# them further or quantize the weights anew.
+_KERNELS = frozenset(
+    "auto aiter aiter_mega_moe batched_triton conch cutlass deep_gemm deep_gemm_mega_moe exllama fbgemm "
+    "flashinfer_b12x flashinfer_cudnn flashinfer_cutedsl flashinfer_cutlass flashinfer_moe_ep_mega_deep_gemm "
+    "flashinfer_trtllm flydsl hpc machete rdna3 torch triton triton_unfused".split()
+)
 # Paths of files whose content counts.
 _FILES = {"mm_encoder_fp8_scale_path", "hf_overrides.quantization_config_file"}
 # Models whose processors choose the size of media by the longest prompt.
@@ -138,8 +151,8 @@ _MEDIA_BY_LENGTH = {
 
 def engine_options(vllm_config: Any) -> str:
     """All options that count, as text; "" if all are at their defaults."""
-    found = dict(changed(vllm_config)) | dict(by_length(vllm_config))
-    given = {name: os.environ[name] for name in VARIABLES if name in os.environ}
+    found = dict(changed(vllm_config)) | dict(by_length(vllm_config)) | dict(by_kernel(vllm_config.kernel_config))
+    given = {n: text for n in VARIABLES if (text := os.environ.get(n, _DEFAULTS.get(n))) != _DEFAULTS.get(n)}
     found |= {name: _content(text) if os.path.isfile(text) else text for name, text in given.items()}  # of HUMMING's
     return format_options(found)
 
@@ -204,6 +217,13 @@ def by_length(vllm_config: Any) -> Iterator[tuple[str, Any]]:
             yield "attn_temperature_tuning", "auto" if auto else model.max_model_len > 32768
     if model.multimodal_config is not None and _MEDIA_BY_LENGTH.intersection(config.get("architectures") or ()):
         yield "max_model_len", f"auto, {model.max_model_len}" if auto else model.max_model_len
+
+
+def by_kernel(config: Any) -> Iterator[tuple[str, str]]:
+    """(name, value) of the KernelConfig's kernels that quantize otherwise than the checkpoint says."""
+    chosen = {"moe_backend": config.moe_backend, "linear_backend": config.linear_backend}
+    chosen |= vars(config).get("linear_backend_per_quant") or {}  # since vLLM 0.32
+    yield from ((f"kernel.{name}", kernel) for name, kernel in chosen.items() if kernel not in _KERNELS)
 
 
 def _dictionaries(value: Any) -> Iterator[Mapping[str, Any]]:
