@@ -399,6 +399,34 @@ def test_matcher_asks_retained_blocks_again_once_from_where_vllm_begins(answered
     assert made.match(request, 4) == (0, False) and not peers.open and not peers.held
 
 
+def test_matcher_requests_of_one_prefix_wait_for_one_hung_load_in_all(monkeypatch):
+    """Their peer leases its blocks, and no read of them ends. Each request that gave up waiting was waited for by the
+    next ones: the last one waited ``transfer_timeout`` times the number of requests."""
+    now = [time.monotonic()]
+    for module in (request_matcher, asking):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    peers, groups = FakePeers([(HASH_BLOCK_SIZE, None)], lambda: now[0]), [(HASH_BLOCK_SIZE, None)]
+    config = KVTierConfig(bidirectional=True, pull_threshold=4)
+    made = make_matcher(load_context(groups, HASH_BLOCK_SIZE, peers, config=config))
+    params = {"do_remote_decode": True, "remote_host": "a", "remote_port": 1}
+    requests = [make_request(f"r{i}", [*range(40), i], HASH_BLOCK_SIZE, params) for i in range(4)]
+
+    def load(request):
+        assert made.match(request, 0) == (None, False) and len(peers.open) == 1, "it waits for another request"
+        peers.answer(peers.open[0], peers.offer(peers.open[0], 40))
+        assert made.match(request, 0) == (40, True)
+        made.allocated(request, (list(range(1, 11)),), 40)
+
+    load(requests[0])
+    now[0] += 1.0
+    for request in requests[1:]:
+        assert made.match(request, 0) == (None, False) and not peers.open
+    now[0] += config.transfer_timeout
+    made.on_load_ended("r0", True)
+    for request in requests[1:]:
+        load(request)
+
+
 def test_matcher_queries_next_source_after_refusal():
     made, peers = matcher()
     params = {"do_remote_decode": True, "kvtier": {"sources": [{"host": h, "port": 1} for h in "abc"]}}

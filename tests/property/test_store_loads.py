@@ -86,7 +86,7 @@ def test_match_waits_for_hung_load_within_its_timeout():
     assert offered(world, first) == (16, True)
     world.matcher.allocated(first, world.tables(0, 16), 16)
     assert world.matcher.match(second, 0) == (None, False) and not world.client.open
-    world.matcher.get("a").allocated_at -= world.config.transfer_timeout  # as if it had been ordered so long ago
+    world.matcher.get("b").load_wait_began -= world.config.transfer_timeout  # as if it had been ordered so long ago
     assert world.matcher.match(second, 0) == (None, False) and len(world.client.open) == 1, "it asks for itself"
     world.answer(world.client.open[0])
     assert world.matcher.match(second, 0) == (16, True)

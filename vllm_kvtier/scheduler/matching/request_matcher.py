@@ -166,7 +166,7 @@ class RequestMatcher:
             state.life.fire(Event.PREEMPT)
             state.num_external_tokens, state.hit, state.plan = 0, None, None
             state.candidates = self._source_selector.candidates_after_loss()
-            state.begun_at, state.promoted_tokens = time.monotonic(), 0
+            state.begun_at, state.load_wait_began, state.promoted_tokens = time.monotonic(), 0.0, 0
         state.preemptions = preemptions
 
     def _notice_eviction(self, state: RequestState, computed: int) -> None:
@@ -208,14 +208,15 @@ class RequestMatcher:
         loading = self._tracked.get(other) if other else None
         if loading is None or loading.life.state is not State.LOADING or other == state.request.request_id:
             return False  # an aborted load does not enter vLLM's cache
-        if time.monotonic() > loading.allocated_at + self._config.transfer_timeout:
-            return False  # it hangs: its time limit is over
+        began = state.load_wait_began or loading.allocated_at
+        if time.monotonic() > began + self._config.transfer_timeout:
+            return False  # it hangs, or those before it failed: a time limit for all of them
         if state.waits_for != other:
             mine = {bytes(h) for h in block_hashes[first:]}
             shared = sum(h in mine for h in loading.loading_hashes)
             if 2 * shared < len(loading.loading_hashes):
                 return False
-            state.waits_for = loading.request.request_id
+            state.waits_for, state.load_wait_began = loading.request.request_id, began
             self._counters.count("inflight_load_waits", loading.source_name)
         return True
 

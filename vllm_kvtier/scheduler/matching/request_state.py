@@ -58,6 +58,7 @@ class RequestState:
     preemptions: int = 0
     num_waits: int = 0  # times that other requests waited a moment for an answer to this one
     waits_for: str = ""  # request that loads what this one needs
+    load_wait_began: float = 0.0  # when the first such load began
     others_running: bool = False  # other requests were in the engine when it was last decided whether to load
     synchronous: bool = False  # the step that it is given blocks in is to wait for its load
     under_way: LoadUnderWay | None = None  # for the planner
