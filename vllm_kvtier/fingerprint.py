@@ -21,7 +21,7 @@ OWN_CLOCK = frozenset(("bcachefs", "btrfs", "erofs", "ext2", "ext3", "ext4", "f2
                        "xfs", "zfs"))  # fmt: skip
 MAX_CLOCK_SKEW_NS = 10_000_000_000
 
-KINDS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
+KINDS = ("*.safetensors", "*.bin", "*.pt", "*.gguf", "*/*.safetensors")  # the last: Diffusers' folders (Cosmos 3)
 
 
 def weight_files(path: Path, kinds: Sequence[str] = KINDS) -> list[Path]:
@@ -63,7 +63,8 @@ def changed_since(moment: int, model: str, revision: str | None, files: Sequence
         return state.st_ctime_ns > moment - (0 if state.st_dev in own else MAX_CLOCK_SKEW_NS)
 
     if not path.exists():  # a hub's snapshot never changes, but a revision's name may mean another one now
-        name = files[0].parents[2] / "refs" / (revision or "main")
+        snapshots = next((each for each in files[0].parents if each.name == "snapshots"), files[0].parents[1])
+        name = snapshots.parent / "refs" / (revision or "main")
         return name.exists() and changed(os.stat(name))
     looked = [*files, path, *path.glob("*.json"), *path.glob("*.py")]
     return any(changed(os.stat(each)) or _moved(changed, each.absolute()) for each in looked)

@@ -398,6 +398,24 @@ def test_model_fingerprint_uses_files_of_load_format(folder, load_format, loaded
     assert ns.model_fingerprint(model(folder)) == found[1]
 
 
+def test_model_fingerprint_depends_on_weights_in_folders_of_its_folder(tmp_path, folder, monkeypatch):
+    """As of Cosmos 3, whose KV was not shared; also by a hub's name, whose revision may have moved."""
+    snapshot = tmp_path / "models--org--model" / "snapshots" / ("1" * 40)
+    (snapshot / "transformer").mkdir(parents=True)
+    (folder / "model.safetensors").rename(snapshot / "transformer" / "model.safetensors")
+    (ref := snapshot.parents[1] / "refs" / "main").parent.mkdir()
+    ref.write_text("1" * 40)
+    monkeypatch.setattr(ns, "model_folder", lambda *_: snapshot)
+    hub = model("org/model")
+    before = ns.model_fingerprint(hub)
+    assert before == ns.model_fingerprint(model(snapshot))
+    (snapshot / "transformer" / "model.safetensors").write_bytes(b"1" * 10_000)
+    assert ns.model_fingerprint(hub) == ns.model_fingerprint(hub) != before
+    starts_now(monkeypatch)
+    ref.write_text("2" * 40)
+    assert ns.model_fingerprint(hub) != ns.model_fingerprint(hub)
+
+
 @pytest.mark.parametrize("load_format", ["dummy", "tensorizer", "ipc_cache", "modelexpress", "a plugin's"])
 def test_model_fingerprint_of_dummy_weights_is_unique(folder, load_format, caplog):
     """Dummy weights counted by their seed, so that KV of a model whose weights were pushed served another's."""
