@@ -63,6 +63,13 @@ def test_namespace_of_latents_does_not_depend_on_the_number_of_ranks():
     assert len({of(cache={"cache_dtype": name}, mla=True) for name in names}) == 2, "pages may not tell e5m2"
 
 
+def test_namespace_has_one_name_of_fp8():
+    """vLLM makes "fp8_e4m3" of "auto" for checkpoints of ModelOpt."""
+    names = "fp8", "fp8_e4m3", "fp8_e5m2"
+    assert of(cache={"cache_dtype": names[0]}) == of(cache={"cache_dtype": names[1]})
+    assert of(cache={"cache_dtype": names[1]}).mismatch(of(cache={"cache_dtype": names[2]}))
+
+
 def test_namespace_of_checkpoint_with_quantized_kv_does_not_depend_on_the_number_of_ranks():
     """vLLM's layers write "fp8" into the configuration in place of "auto"."""
     found = []

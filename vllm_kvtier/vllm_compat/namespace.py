@@ -87,7 +87,9 @@ def _cache_dtype(vllm_config: Any) -> str:
     name = str(vllm_config.cache_config.cache_dtype)
     chosen = name in ("auto", "fp8", "fp8_e4m3") or name.endswith("_ds_mla")
     by_layers = vllm_config.model_config.use_mla or getattr(vllm_config.quant_config, "kv_cache_scheme", None)
-    return "auto or fp8" if chosen and by_layers else name
+    if chosen and by_layers:
+        return "auto or fp8"
+    return "fp8" if name == "fp8_e4m3" else name  # the same: ModelOpt's checkpoints have it with "auto"
 
 
 def adapters(vllm_config: Any) -> str:
