@@ -90,14 +90,16 @@ def test_retained_blocks_give_way_to_a_prompt_whose_beginning_is_in_free_blocks(
     assert freed == [14]
 
 
-@pytest.mark.parametrize("free, freed", [(0, [2]), (1, [2]), (2, [])])
-def test_retained_blocks_give_way_in_a_step_without_requests(half, free, freed):
-    """A loaded request needs a block to go on, and vLLM finds none."""
+@pytest.mark.parametrize("free, tokens, freed", [(1, 1, [2]), (2, 1, []), (3, 33, [4]), (4, 33, []), (0, 0, [])])
+def test_retained_blocks_give_way_to_a_request_whose_load_has_ended(half, free, tokens, freed):
+    """vLLM lacks blocks for the rest of its prompt, for which it asks nothing; it waited for ``retain_seconds``."""
     given = []
+    half._matcher.loaded, half._matcher.waiting_tokens = {"r": None} if tokens else {}, lambda scheduled: tokens
     half._info, half._offloader = SimpleNamespace(groups=cache_groups([(16, None)])), None
     half._pool = SimpleNamespace(free_count=lambda: free)
-    half._exporter = SimpleNamespace(release_for_requests=given.append, begin_step=lambda growth: [], step=1)
-    half._tables = SimpleNamespace(each_block=bool(freed), begin_step=lambda *_: [])
+    half._exporter = SimpleNamespace(release_for_requests=given.append, begin_step=lambda growth: [], step=1,
+                                     needed=lambda tokens: -(-tokens // 16))  # fmt: skip
+    half._tables = SimpleNamespace(each_block=False, begin_step=lambda *_: [])
     half._step_timer, half._matcher.prefetching = SimpleNamespace(begin_step=lambda *_: None), False
     assert half._follow(SimpleNamespace(num_scheduled_tokens={}), False) == [] and given == freed
 

@@ -170,10 +170,12 @@ class KVTierConnectorScheduler(SchedulerParts):
 
     def _follow(self, output: Any, synchronous: bool) -> list[ChecksumJob]:
         """Follow the blocks that the step's requests fill: checksums to compute, blocks to store."""
-        # Of a step without requests for one: what was loaded may need a block to go on, and vLLM does not ask for it.
-        needed = RESERVE_PER_REQUEST * max(1, len(output.num_scheduled_tokens)) * len(self._info.groups)
+        needed = RESERVE_PER_REQUEST * len(output.num_scheduled_tokens) * len(self._info.groups)
         short = needed > self._pool.free_count()
-        if short:
+        waiting = self._matcher.waiting_tokens(output.num_scheduled_tokens) if self._matcher.loaded else 0
+        if waiting:
+            needed += self._exporter.needed(waiting) + len(self._info.groups)
+        if short or waiting:
             self._free_blocks(needed)
         if short is not self._tables.each_block:
             self._tables.look_at_each_block(short)
