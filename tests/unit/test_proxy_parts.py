@@ -367,9 +367,10 @@ def test_route_table_common_system_prompt_is_no_match():
     assert found(table, chat("long system prompt", "ok", "question 2")) is None
 
 
-def test_pictures_differ_and_count_for_tokens_not_bytes():
+@pytest.mark.parametrize("kind", [{"type": "image_url"}, {}])
+def test_pictures_differ_and_count_for_tokens_not_bytes(kind):
     def picture(letter):
-        return [{"type": "image_url", "image_url": {"url": "data:image/png;base64," + letter * 1_000_000}}]
+        return [{**kind, "image_url": {"url": "data:image/png;base64," + letter * 1_000_000}}]
 
     table = table_with(chat(picture("A")), chat(picture("B")))
     again = chat(picture("B"), "a1", "u2")

@@ -199,7 +199,9 @@ class ClientRequest:
             for message in messages:
                 content = message.get("content") if isinstance(message, dict) else None
                 for index, part in enumerate(content if isinstance(content, list) else ()):
-                    if isinstance(part, dict) and part.get("type", "text") not in _TEXT_PARTS:
+                    # vLLM takes media without a type, too.
+                    kind = part.get("type", "text" if "text" in part else "") if isinstance(part, dict) else "text"
+                    if kind not in _TEXT_PARTS:
                         content[index] = self._media(part)
             return messages
         if self.get("prompt_embeds") is not None:
