@@ -79,7 +79,12 @@ class KVTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         _doc("Minimum number of tokens for a pull or a peer fetch; a prompt that lacks fewer is computed.", ge=0),
     ] = 64
     handoff_seconds: Annotated[
-        float, _doc("How long a prefill engine keeps a finished prefill for the decode engine to pull.", gt=0)
+        float,
+        _doc(
+            "How long a prefill engine keeps a finished prefill for the decode engine to pull; up to ten times as long "
+            "while its request is queued there.",
+            gt=0,
+        ),
     ] = 30.0
     retain_seconds: Annotated[
         float, _doc("How long a finished request's blocks can be pulled when bidirectional is on.", gt=0)

@@ -69,6 +69,17 @@ def test_load_of_finished_request_still_adds_checksums(half):
     assert half.counters.take()["loads|ok"] == 1 and half.ended == [("r", False)]
 
 
+def test_handoff_is_kept_from_the_arrival_of_its_request_on(half):
+    kept = []
+    half._info, half._access = SimpleNamespace(unsupported=""), SimpleNamespace(closed=False)
+    half._exporter, half._store = SimpleNamespace(prepare=lambda request: None), None
+    half._matcher = SimpleNamespace(keep_export=kept.append)
+    requests = [SimpleNamespace(kv_transfer_params=params) for params in (None, {"do_remote_prefill": True})]
+    for request in requests:
+        half.on_new_request(request)
+    assert kept == requests[1:]
+
+
 def test_retained_blocks_give_way_to_a_prompt_whose_beginning_is_in_free_blocks(half):
     """vLLM takes free blocks for what its prefix cache has of a prompt, too. A request that needed more than were free
     waited for ``retain_seconds``, and all behind it."""

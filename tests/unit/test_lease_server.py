@@ -3,12 +3,14 @@
 import socket
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import zmq
 from context_fakes import engine_of
 from endpoint_support import BLOCK_HASHES, FAST, HASH_BLOCK_SIZE, NAMESPACE, Asker, Source, export, making, ranks, raw
-from support import eventually
+from source_fakes import load_context, make_matcher
+from support import eventually, make_request
 
 from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.errors import ConfigError
@@ -111,6 +113,46 @@ def test_lease_is_renewed_by_heartbeats(make):
     eventually(lambda: deadlines.add(lease.deadline) or time.monotonic() > end)
     assert source.leases() == 1 and len(deadlines) > 3
     assert source.serving == [True]
+
+
+@pytest.mark.parametrize("end", ["scheduled", "aborted"])
+def test_export_outlives_handoff_seconds_while_its_request_is_queued(make, end):
+    """With more requests than the decode engine takes at a time. It computed their prompts itself, after 30 s in its
+    queue, which became longer for it."""
+    source, asker = make(Source, handoff_seconds=1.0), make(Asker, handoff_seconds=1.0)
+    source.table.add(export(seconds=1.0))
+    source.endpoint.changed()
+    matcher = make_matcher(load_context([(HASH_BLOCK_SIZE, None)], HASH_BLOCK_SIZE, asker.peers))
+    params = {"do_remote_prefill": True, "remote_request_id": "e"}
+    params |= {"remote_host": source.address[0], "remote_port": source.address[1]}
+    request = make_request("r", list(range(40)), HASH_BLOCK_SIZE, params)
+    matcher.keep_export(request)
+    until = time.monotonic() + 2.5
+    eventually(lambda: time.monotonic() > until)
+    offer = asker.answer(source.address, export="e", digest=b"digest")
+    assert isinstance(offer, LeasedBlocks)
+    asker.peers.release(offer, done=False)
+    if end == "scheduled":
+        matcher.allocated(request, ([1],), 0)
+    else:
+        matcher.finished(request)
+    eventually(lambda: sorted(source.freed) == list(range(1, 9)))
+
+
+def test_export_of_request_that_is_queued_for_ever_ends():
+    """Heartbeats go on in an engine whose scheduler hangs."""
+    now = [0.0]
+    table = ExportTable(HASH_BLOCK_SIZE, dict.fromkeys(LeaseKind, 1000), clock=lambda: now[0])
+    for name, kind in (("e", LeaseKind.HANDOFF), ("k", LeaseKind.RETAINED)):
+        table.add(replace(export(name, kind=kind), deadline=30.0))
+    ends = {}
+    while table.expire() is not None:
+        for name in ("e", "k", "unknown"):
+            table.keep(name, 30.0)
+            if table.has(name):
+                ends[name] = now[0]
+        now[0] += 10.0
+    assert ends == {"e": 290.0, "k": 20.0}
 
 
 def test_lease_server_query_is_answered_from_another_thread(make):

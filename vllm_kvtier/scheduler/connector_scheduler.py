@@ -55,9 +55,11 @@ class KVTierConnectorScheduler(SchedulerParts):
 
     def on_new_request(self, request: Any) -> None:
         """vLLM will schedule a request. Send its lookup; and if others are before it, have the store promote its
-        blocks. A prefill for another engine ends where that one can go on."""
+        blocks. A prefill for another engine ends where that one can go on; one by another engine is kept there."""
         if not (self._info.unsupported or self._passive or self._access.closed):
             self._exporter.prepare(request)
+            if request.kv_transfer_params:
+                self._matcher.keep_export(request)
         if self._store is None or self._info.unsupported or self._passive or not self._provenance.would_admit(request):
             return
         if len(self._matcher):

@@ -213,8 +213,14 @@ class ReleaseExport(msgspec.Struct, frozen=True, tag="release_export"):
     export: Name
 
 
+MAX_KEPT_EXPORTS = 1024  # of one Ping
+
+
 class Ping(msgspec.Struct, frozen=True, tag="ping"):
-    """Heartbeat: extends the leases of this connection by ``lease_seconds``."""
+    """Heartbeat: extends the leases of this connection by ``lease_seconds``. ``exports``: of prefills whose requests
+    are queued here."""
+
+    exports: Annotated[list[Name], msgspec.Meta(max_length=MAX_KEPT_EXPORTS)] = []
 
 
 class PromptQuestion(msgspec.Struct, frozen=True):

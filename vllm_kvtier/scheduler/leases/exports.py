@@ -29,6 +29,7 @@ MAX_LEASES = 4096  # of a connection: more than a peer has requests. Each messag
 # Exports and lengths that one search by hash tries. Of models with windows hundreds of exports may have a common
 # beginning that none of them can lease any more; what can be leased is found first, at the end of an export.
 MAX_TRIES = 1024
+MAX_EXTENSIONS = 9  # of the time that an export is kept: a reader that hangs may keep up its heartbeats
 
 
 class LeaseKind(enum.Enum):
@@ -86,6 +87,7 @@ class Export:
     ready_step: int  # checksums are in the table once all ranks summed this step
     deadline: float
     tail: bytes = b""  # hash of the partial block
+    latest: float = 0.0  # when it ends, however long its reader's request is queued; 0: it is not, as far as is known
     leases: set[int] = field(default_factory=set)
     ended: bool = False
 
@@ -338,6 +340,14 @@ class ExportTable:
 
     def has(self, export_id: str) -> bool:
         return export_id in self._exports
+
+    def keep(self, export_id: str, seconds: float) -> None:
+        """Its reader's request is queued: a prefill is kept for ``seconds`` from now."""
+        with self._lock:
+            export = self._exports.get(export_id)
+            if export is not None and export.kind is LeaseKind.HANDOFF:
+                export.latest = export.latest or export.deadline + MAX_EXTENSIONS * seconds
+                export.deadline = max(export.deadline, min(self._clock() + seconds, export.latest))
 
     def end_export(self, export_id: str) -> bool:
         with self._lock:

@@ -12,7 +12,8 @@ stops answering without that (its machine is gone, or it hangs).
 import itertools
 import math
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -34,7 +35,7 @@ from vllm_kvtier.wire.auth import ClusterKey, is_loopback
 from vllm_kvtier.wire.dealer import Dealer
 from vllm_kvtier.wire.lease_connections import ClientConnection, LeaseConnections
 from vllm_kvtier.wire.local import LocalDealer
-from vllm_kvtier.wire.reactor import Reactor
+from vllm_kvtier.wire.reactor import Reactor, Timer
 
 logger = get_logger(__name__)
 
@@ -83,6 +84,8 @@ class LeaseClient(LeaseConnections[_Connection]):
         # A followed prefill gives up without an answer for as long as a transfer may take.
         self._heartbeat_seconds = min(config.lease_seconds, config.transfer_timeout) / 3
         self._unmappable: dict[str, None] = {}  # instances
+        self._kept: Mapping[str, tuple[Address, str]] = {}  # see ``keep_exports``
+        self._keeping: Timer | None = None
         self._lookup_ids = itertools.count(1)
         reactor.on_stop(self._release_all)
 
@@ -160,6 +163,13 @@ class LeaseClient(LeaseConnections[_Connection]):
                 self._send(connection, m.ReleaseExport(export))
 
         self._reactor.call_soon(send)
+
+    def keep_exports(self, exports: Mapping[str, tuple[Address, str]]) -> None:
+        """By request: prefills that engines are to keep, because their requests are queued here, perhaps for longer
+        than ``handoff_seconds``. The caller goes on changing them, and calls this after it added one."""
+        self._kept = exports
+        if self._keeping is None:
+            self._reactor.call_soon(self._keep_later)
 
     def known(self, address: Address, instance: str) -> list[m.RankInfo] | None:
         """The ranks of an engine that we shook hands with, if it is still that instance and NIXL reads its pages as
@@ -478,6 +488,26 @@ class LeaseClient(LeaseConnections[_Connection]):
         if needed:
             self._send(connection, m.Ping())
         return needed
+
+    def _keep_later(self) -> None:
+        if self._keeping is None:
+            self._keeping = self._reactor.call_later(self._config.handoff_seconds / 3, self._keep)
+
+    def _keep(self) -> None:
+        self._keeping = None  # first: an export that is added from now on finds no timer
+        exports: defaultdict[Address, list[str]] = defaultdict(list)
+        for address, export in list(self._kept.values()):
+            exports[address].append(export)
+        for address, names in exports.items():
+            connection = self._connections.get(address)
+            if connection is None and self._pause_reason(address) is None:
+                connection = self._connect(address)
+            if connection is None:
+                continue
+            for i in range(0, len(names), m.MAX_KEPT_EXPORTS):
+                self._send(connection, m.Ping(names[i : i + m.MAX_KEPT_EXPORTS]))
+        if self._kept:
+            self._keep_later()
 
     def _watch_idle(self, connection: _Connection) -> None:
         """Close a connection that was not used for long: its peer may be gone for good."""

@@ -226,6 +226,8 @@ class LeaseServer(LeaseListener[Connection]):
                     self._events.on_released(message.export)
             case m.Ping():
                 self._exports.renew(identity, self._config.lease_seconds)
+                for export in message.exports:
+                    self._exports.keep(export, self._config.handoff_seconds)
                 for p in [p for p in self._parked if p.identity == identity and p.request.follow]:
                     p.deadline = time.monotonic() + p.request.wait_seconds
                     self._send(identity, m.StillPrefilling(p.request.lookup_id))

@@ -16,7 +16,7 @@ from vllm_kvtier.scheduler.integrity.sync_load import SyncJob
 from vllm_kvtier.scheduler.matching.request_lifecycle import Event, RequestLifecycle, State
 from vllm_kvtier.scheduler.matching.request_state import LoadUnderWay, RequestState
 from vllm_kvtier.scheduler.matching.source_selector import SourceSelector
-from vllm_kvtier.scheduler.matching.transfer_params import read
+from vllm_kvtier.scheduler.matching.transfer_params import Address, read
 from vllm_kvtier.scheduler.planner.load_or_recompute import LoadOrRecompute
 from vllm_kvtier.scheduler.sources import job_builder
 from vllm_kvtier.scheduler.sources.base import BlockIds, Job, KVSource
@@ -50,6 +50,8 @@ class RequestMatcher:
         self._loading_hashes: dict[bytes, str] = {}  # block hash -> request that loads it
         self._known_peers: set[str] = set()
         self._new_peers: dict[str, list[RankInfo]] = {}
+        self._lease_client = context.lease_client
+        self._queued_exports: dict[str, tuple[Address, str]] = {}  # of hand-offs, by request
         self.prefetching = False  # whether a source may have looked up queued requests
         self.loaded: dict[str, RequestState] = {}  # asynchronously; see ``waiting_tokens``
 
@@ -82,6 +84,14 @@ class RequestMatcher:
             self._source_selector.release_export(state)
         self._source_selector.release_held(state)
         self._source_selector.cancel_prefetch(state)
+        self._queued_exports.pop(state.request.request_id, None)
+
+    def keep_export(self, request: Any) -> None:
+        """A queued request may have a hand-off: its prefill engine keeps it until the request is scheduled or ends."""
+        handoff = read(request.kv_transfer_params).handoff
+        if handoff is not None:
+            self._queued_exports[request.request_id] = handoff.address, handoff.export
+            self._lease_client.keep_exports(self._queued_exports)
 
     def prefetch_promotion(self, request: Any) -> None:
         """Have sources promote what a queued request will look up."""
@@ -227,6 +237,7 @@ class RequestMatcher:
         """vLLM gave the request blocks; ``external`` tokens of them are ours to fill (0: none)."""
         state = self.track(request)
         self._source_selector.cancel_prefetch(state)
+        self._queued_exports.pop(request.request_id, None)
         if state.life.state in (State.NEW, State.LOOKUP):
             self._source_selector.release_held(state)
         if state.life.state is State.LOOKUP:  # vLLM went on without an answer (a request that reads no prefix cache)
@@ -305,6 +316,7 @@ class RequestMatcher:
         The fields decide, not the state. A load goes on until the workers report its end. ``gone``: the request has
         ended; ``ended``: its load has.
         """
+        self._queued_exports.pop(request_id, None)
         if gone:
             self._planner.remove_request(request_id)
         state = self._tracked.get(request_id)
