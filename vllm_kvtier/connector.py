@@ -210,6 +210,11 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     def has_pending_block_frees(self) -> bool:
         return self._scheduler.has_pending_frees()
 
+    @contained(_SCHEDULER, bool)
+    def has_pending_push_work(self) -> bool:
+        """Whether vLLM is to step on, and not to end, without requests."""
+        return self._scheduler.waits_for_readers()
+
     @contained(_SCHEDULER)
     def reset_cache(self) -> bool | None:
         return self._scheduler.reset()

@@ -1,11 +1,16 @@
 """What is pulled, what is not, and that the other engine learns it at once."""
 
 import asyncio
+import os
 import random
+import signal
 
 import pytest
 from engine_client import PREFILL, SYSTEM, facts, known_from, question, random_tokens, told, with_sources
-from engine_fixtures import BLOCK, HANDOFF_SECONDS, NUM_BLOCKS, THRESHOLD
+from engine_fixtures import BLOCK, ENGINE_FLAGS, EXTRA, HANDOFF_SECONDS, NUM_BLOCKS, THRESHOLD
+
+from vllm_kvtier.devtools.engines import Engine
+from vllm_kvtier.devtools.processes import start_all
 
 pytestmark = pytest.mark.usefixtures("fleet_is_idle_afterwards", "p_holds_nothing_yet")
 
@@ -167,6 +172,27 @@ async def test_export_without_reader_expires(fleet, driver):
     await driver.prefill(fleet.prefill, random_tokens(random.Random("unwanted"), 200))
     assert (await driver.inspect(fleet.prefill)).exports == 1
     await driver.until_no_exports(fleet.prefill, seconds=HANDOFF_SECONDS + 1.0)
+
+
+async def test_engine_that_drains_ends_when_its_handoff_is_read(fleet, driver, make_engine):
+    leaving = make_engine(extra=EXTRA, **{**ENGINE_FLAGS, "args": (*ENGINE_FLAGS["args"], "--shutdown-timeout", "20")})
+    start_all([leaving])
+    prompt = random_tokens(random.Random("draining"), 1000)
+    first = await driver.prefill(leaving, prompt)
+    os.kill(leaving.pid, signal.SIGTERM)
+    await driver.until(lambda: asyncio.to_thread(drains, leaving), 10.0, "the engine drains")
+    reply = await driver.ask(fleet.decode, prompt, 8, first.params)
+    assert reply.pulled == 1000, reply.report
+
+    async def gone() -> bool:
+        return not leaving.running
+
+    await driver.until(gone, HANDOFF_SECONDS, "the engine ended")
+    await driver.assert_right(reply, prompt)
+
+
+def drains(engine: Engine) -> bool:
+    return "EngineCore: start mode=drain" in engine.log_path.read_text("utf-8", "replace")
 
 
 async def test_handoffs_beyond_capacity_drop_the_oldest(fleet, driver):

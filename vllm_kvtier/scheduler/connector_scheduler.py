@@ -300,6 +300,10 @@ class KVTierConnectorScheduler(SchedulerParts):
     def has_pending_frees(self) -> bool:
         return self._exports.has_freed() or (self._offloader is not None and self._offloader.has_frees())
 
+    def waits_for_readers(self) -> bool:
+        """Of an engine that drains: its hand-offs are read, or reach their time limit, before it ends."""
+        return self._exports.has_handoffs() and self._engine.draining
+
     def _before_reset(self) -> None:
         """vLLM resets its prefix cache, maybe for new weights: end all exports, leases and copies of its blocks."""
         attempt, insist = self._contain.attempt, self._contain.insist

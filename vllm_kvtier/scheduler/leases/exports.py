@@ -338,6 +338,9 @@ class ExportTable:
                 self._end(lease.export)
             return True
 
+    def has_handoffs(self) -> bool:
+        return self._pinned[LeaseKind.HANDOFF] > 0
+
     def has(self, export_id: str) -> bool:
         return export_id in self._exports
 

@@ -116,6 +116,14 @@ class EngineThread:
             engine.input_queue.put_nowait(self._wakeup)
 
     @property
+    def draining(self) -> bool:
+        """Whether the engine ends as soon as its work is done (``--shutdown-timeout``). Only a process of an
+        engine core can be."""
+        engine = self._engine()
+        running = getattr(engine, "is_running", None)
+        return running is not None and not running() and engine.vllm_config.shutdown_timeout > 0
+
+    @property
     def scheduler(self) -> Any | None:
         """vLLM's scheduler, from before the first request is scheduled."""
         return self._scheduler()

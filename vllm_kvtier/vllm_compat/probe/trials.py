@@ -41,6 +41,7 @@ METHODS: dict[str, tuple[str, ...] | None] = {
     "request_finished": ("request", "block_ids"),
     "request_finished_all_groups": ("request", "block_ids"),
     "has_pending_block_frees": (),
+    "has_pending_push_work": (),
     "reset_cache": (),
     "register_kv_caches": ("kv_caches",),
     "unregister_kv_caches": (),
