@@ -139,8 +139,19 @@ def test_export_outlives_handoff_seconds_while_its_request_is_queued(make, end):
     eventually(lambda: sorted(source.freed) == list(range(1, 9)))
 
 
+def test_export_is_not_kept_for_an_engine_whose_steps_hang(make):
+    """Its reactor goes on. The prefill engine's blocks are for others then."""
+    source, asker = make(Source, handoff_seconds=1.0), make(Asker, handoff_seconds=1.0)
+    source.table.add(export(seconds=1.0))
+    source.endpoint.changed()
+    asker.peers._steps = lambda: 7
+    asker.peers.keep_exports({"r": (source.address, "e")})
+    begin = time.monotonic()
+    eventually(lambda: sorted(source.freed) == list(range(1, 9)))
+    assert time.monotonic() - begin < 5.0
+
+
 def test_export_of_request_that_is_queued_for_ever_ends():
-    """Heartbeats go on in an engine whose scheduler hangs."""
     now = [0.0]
     table = ExportTable(HASH_BLOCK_SIZE, dict.fromkeys(LeaseKind, 1000), clock=lambda: now[0])
     for name, kind in (("e", LeaseKind.HANDOFF), ("k", LeaseKind.RETAINED)):

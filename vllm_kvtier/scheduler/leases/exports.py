@@ -29,7 +29,7 @@ MAX_LEASES = 4096  # of a connection: more than a peer has requests. Each messag
 # Exports and lengths that one search by hash tries. Of models with windows hundreds of exports may have a common
 # beginning that none of them can lease any more; what can be leased is found first, at the end of an export.
 MAX_TRIES = 1024
-MAX_EXTENSIONS = 9  # of the time that an export is kept: a reader that hangs may keep up its heartbeats
+MAX_EXTENSIONS = 9  # of the time that an export is kept, for its reader's queue
 
 
 class LeaseKind(enum.Enum):

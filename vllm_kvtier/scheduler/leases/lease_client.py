@@ -75,9 +75,11 @@ class LeaseClient(LeaseConnections[_Connection]):
         hello: Callable[[], m.Hello | None],
         reach: Callable[[list[m.RankInfo]], Reach],
         world: int = 1,
+        steps: Callable[[], int] | None = None,
     ):
         """``hello``: our greeting, None while the engine starts or sleeps: then nothing is asked. ``reach``: how our
-        ranks can read a peer's. ``world``: the number of our ranks."""
+        ranks can read a peer's. ``world``: the number of our ranks. ``steps``: the number of steps that vLLM has
+        scheduled."""
         super().__init__(reactor, m.decode_engine, _Connection)
         self._config, self._key = config, key
         self._hello, self._reach, self._world = hello, reach, world
@@ -86,6 +88,8 @@ class LeaseClient(LeaseConnections[_Connection]):
         self._unmappable: dict[str, None] = {}  # instances
         self._kept: Mapping[str, tuple[Address, str]] = {}  # see ``keep_exports``
         self._keeping: Timer | None = None
+        self._steps = steps or itertools.count().__next__
+        self._kept_step = -1  # when exports were last kept
         self._lookup_ids = itertools.count(1)
         reactor.on_stop(self._release_all)
 
@@ -496,7 +500,8 @@ class LeaseClient(LeaseConnections[_Connection]):
     def _keep(self) -> None:
         self._keeping = None  # first: an export that is added from now on finds no timer
         exports: defaultdict[Address, list[str]] = defaultdict(list)
-        for address, export in list(self._kept.values()):
+        before, self._kept_step = self._kept_step, self._steps()
+        for address, export in list(self._kept.values()) if self._kept_step != before else ():  # else vLLM hangs
             exports[address].append(export)
         for address, names in exports.items():
             connection = self._connections.get(address)
