@@ -24,6 +24,7 @@ from vllm_kvtier.wire import local
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.auth import ClusterKey
 from vllm_kvtier.wire.dealer import Dealer
+from vllm_kvtier.wire.link import link_path
 from vllm_kvtier.wire.local import LocalDealer, local_path, sweep
 
 SOON = 20.0
@@ -170,6 +171,21 @@ def test_local_files_of_killed_engines_are_removed(make):
     assert Path(local_path("source/2")).exists(), "an engine listens there"
     other.stop()
     assert not Path(local_path("source/2")).exists()
+
+
+def test_local_links_of_killed_engines_are_removed(run_dir):
+    paths = [Path(link_path("engine", each)) for each in ("dead", "live", "new")]
+    store = paths[0].with_name("store-default.sock")
+    with ExitStack() as sockets:
+        for path in (*paths, store):
+            sock = sockets.enter_context(socket.socket(socket.AF_UNIX))
+            sock.bind(str(path))
+            if path == paths[1]:
+                sock.listen()
+            if path != paths[2]:
+                os.utime(path, (0, 0))
+        sweep(store.parent)
+    assert [path.exists() for path in (*paths, store)] == [False, True, True, True]
 
 
 def frame(data: bytes) -> bytes:

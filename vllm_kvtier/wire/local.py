@@ -11,6 +11,7 @@ in another container has another directory and is reached over TCP.
 import contextlib
 import os
 import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,7 +24,9 @@ from vllm_kvtier.wire.stream import Stream, StreamLimits, accept
 MAX_WAITING = 128  # connections that may wait to be accepted
 MAX_CONNECTIONS = 512  # a node has fewer engines
 _SUFFIX = ".peer"
-_SWEPT = (_SUFFIX, ".near")  # the second: of the release before
+# The second: of the release before. The third: links to workers; the names of stores' sockets begin otherwise.
+_SWEPT = (f"*{_SUFFIX}", "*.near", "[0-9a-f]*.sock")
+_NEW_SECONDS = 60  # ZMQ's sockets may have a path and not listen yet
 
 
 def local_path(instance: str) -> str:
@@ -158,8 +161,10 @@ class LocalDealer:
 
 def sweep(folder: Path) -> None:
     """Remove the sockets of engines that were killed."""
-    for path in [path for suffix in _SWEPT for path in folder.glob(f"*{suffix}") if path.is_socket()]:
+    for path in [path for pattern in _SWEPT for path in folder.glob(pattern) if path.is_socket()]:
         with _socket() as sock, contextlib.suppress(FileNotFoundError, BlockingIOError, PermissionError):
+            if path.suffix == ".sock" and path.stat().st_mtime > time.time() - _NEW_SECONDS:
+                continue
             try:
                 sock.connect(str(path))
             except ConnectionRefusedError:
