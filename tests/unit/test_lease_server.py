@@ -144,7 +144,7 @@ def test_export_is_not_kept_for_an_engine_whose_steps_hang(make):
     source, asker = make(Source, handoff_seconds=1.0), make(Asker, handoff_seconds=1.0)
     source.table.add(export(seconds=1.0))
     source.endpoint.changed()
-    asker.peers._steps = lambda: 7
+    asker.peers.steps = lambda: 7
     asker.peers.keep_exports({"r": (source.address, "e")})
     begin = time.monotonic()
     eventually(lambda: sorted(source.freed) == list(range(1, 9)))

@@ -39,6 +39,7 @@ NESTED = {
     (VLLM, "device_config"): f"{CONFIG}:DeviceConfig",
     (VLLM, "compilation_config"): f"{CONFIG}:CompilationConfig",
     (VLLM, "observability_config"): f"{CONFIG}:ObservabilityConfig",
+    (VLLM, "kernel_config"): f"{CONFIG}:KernelConfig",
     (POOL, "blocks"): BLOCK,
     (REQUEST, "lora_request"): LORA,
     (ENGINE, "scheduler"): SCHEDULER,

@@ -313,7 +313,7 @@ def test_sync_load_blocks_are_not_stored_before_verification(bare):  # noqa: F81
     )
     half._offloader = SimpleNamespace(begin_step=lambda step, growth: seen.update(stored=growth))
     half._matcher.has_jobs, half._matcher.prefetching = lambda: False, False
-    half._matcher.grown = []
+    half._matcher.grown, half._matcher.loaded = [], {}
     output = SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0)
     for awaits, expected in ((True, [growth[0], growth[2]]), (False, growth)):
         half._sync_load = SimpleNamespace(verification_pending=awaits, drop_unverified_output=lambda: None)

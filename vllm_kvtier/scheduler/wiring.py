@@ -130,9 +130,9 @@ class SchedulerParts(ABC):
         )  # fmt: skip
         # -- sources; the store's answer names the peers whose GPUs are queried next
         self._peers = LeaseClient(
-            self._reactor, config, key, lambda: self._access.hello(), identity.reach, info.world_size,
-            lambda: self._exporter.step,
-        )  # fmt: skip
+            self._reactor, config, key, lambda: self._access.hello(), identity.reach, info.world_size
+        )
+        self._peers.steps = lambda: self._exporter.step
         context = LoadContext(
             engine, self._planner, self._checksum_index, self._peers, self._sync_load, NamespaceIds(),
             self._exports.retained_blocks,

@@ -153,7 +153,7 @@ _MEDIA_BY_LENGTH = {
 
 def engine_options(vllm_config: Any) -> str:
     """All options that count, as text; "" if all are at their defaults."""
-    found = dict(changed(vllm_config)) | dict(by_length(vllm_config)) | dict(by_kernel(vllm_config.kernel_config))
+    found = dict(changed(vllm_config)) | dict(by_length(vllm_config)) | dict(by_kernel(vllm_config))
     given = {n: text for n in VARIABLES if (text := os.environ.get(n, _DEFAULTS.get(n))) != _DEFAULTS.get(n)}
     found |= {name: _content(text) if os.path.isfile(text) else text for name, text in given.items()}  # of HUMMING's
     return format_options(found)
@@ -221,8 +221,9 @@ def by_length(vllm_config: Any) -> Iterator[tuple[str, Any]]:
         yield "max_model_len", f"auto, {model.max_model_len}" if auto else model.max_model_len
 
 
-def by_kernel(config: Any) -> Iterator[tuple[str, str]]:
-    """(name, value) of the KernelConfig's kernels that quantize otherwise than the checkpoint says."""
+def by_kernel(vllm_config: Any) -> Iterator[tuple[str, str]]:
+    """(name, value) of the kernels that quantize otherwise than the checkpoint says."""
+    config = vllm_config.kernel_config
     chosen = {"moe_backend": config.moe_backend, "linear_backend": config.linear_backend}
     chosen |= vars(config).get("linear_backend_per_quant") or {}  # since vLLM 0.32
     yield from ((f"kernel.{name}", kernel) for name, kernel in chosen.items() if kernel not in _KERNELS)

@@ -75,11 +75,9 @@ class LeaseClient(LeaseConnections[_Connection]):
         hello: Callable[[], m.Hello | None],
         reach: Callable[[list[m.RankInfo]], Reach],
         world: int = 1,
-        steps: Callable[[], int] | None = None,
     ):
         """``hello``: our greeting, None while the engine starts or sleeps: then nothing is asked. ``reach``: how our
-        ranks can read a peer's. ``world``: the number of our ranks. ``steps``: the number of steps that vLLM has
-        scheduled."""
+        ranks can read a peer's. ``world``: the number of our ranks."""
         super().__init__(reactor, m.decode_engine, _Connection)
         self._config, self._key = config, key
         self._hello, self._reach, self._world = hello, reach, world
@@ -88,7 +86,7 @@ class LeaseClient(LeaseConnections[_Connection]):
         self._unmappable: dict[str, None] = {}  # instances
         self._kept: Mapping[str, tuple[Address, str]] = {}  # see ``keep_exports``
         self._keeping: Timer | None = None
-        self._steps = steps or itertools.count().__next__
+        self.steps: Callable[[], int] = itertools.count().__next__  # number of those that vLLM has scheduled
         self._kept_step = -1  # when exports were last kept
         self._lookup_ids = itertools.count(1)
         reactor.on_stop(self._release_all)
@@ -500,7 +498,7 @@ class LeaseClient(LeaseConnections[_Connection]):
     def _keep(self) -> None:
         self._keeping = None  # first: an export that is added from now on finds no timer
         exports: defaultdict[Address, list[str]] = defaultdict(list)
-        before, self._kept_step = self._kept_step, self._steps()
+        before, self._kept_step = self._kept_step, self.steps()
         for address, export in list(self._kept.values()) if self._kept_step != before else ():  # else vLLM hangs
             exports[address].append(export)
         for address, names in exports.items():

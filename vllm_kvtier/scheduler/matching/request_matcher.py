@@ -16,7 +16,7 @@ from vllm_kvtier.scheduler.integrity.sync_load import SyncJob
 from vllm_kvtier.scheduler.matching.request_lifecycle import Event, RequestLifecycle, State
 from vllm_kvtier.scheduler.matching.request_state import LoadUnderWay, RequestState
 from vllm_kvtier.scheduler.matching.source_selector import SourceSelector
-from vllm_kvtier.scheduler.matching.transfer_params import Address, read
+from vllm_kvtier.scheduler.matching.transfer_params import Address, promised, read
 from vllm_kvtier.scheduler.planner.load_or_recompute import LoadOrRecompute
 from vllm_kvtier.scheduler.sources import job_builder
 from vllm_kvtier.scheduler.sources.base import BlockIds, Job, KVSource
@@ -88,9 +88,9 @@ class RequestMatcher:
 
     def keep_export(self, request: Any) -> None:
         """A queued request may have a hand-off: its prefill engine keeps it until the request is scheduled or ends."""
-        handoff = read(request.kv_transfer_params).handoff
-        if handoff is not None:
-            self._queued_exports[request.request_id] = handoff.address, handoff.export
+        export = promised(request.kv_transfer_params)
+        if export is not None:
+            self._queued_exports[request.request_id] = export
             self._lease_client.keep_exports(self._queued_exports)
 
     def prefetch_promotion(self, request: Any) -> None:

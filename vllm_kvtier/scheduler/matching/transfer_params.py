@@ -64,6 +64,12 @@ def _is_text(value: str) -> bool:
     return not any("\ud800" <= c <= "\udfff" for c in value)
 
 
+def promised(params: Any) -> tuple[Address, str] | None:
+    """The engine that keeps a prefill for a request with these params, and the export's name there."""
+    handoff = read(params).handoff
+    return None if handoff is None else (handoff.address, handoff.export)
+
+
 def read(params: Any) -> Hints:
     """What a request's params say; ``Hints()`` for anything that is not ours or NixlConnector's."""
     if not isinstance(params, dict):

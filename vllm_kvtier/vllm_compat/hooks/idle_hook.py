@@ -117,11 +117,11 @@ class EngineThread:
 
     @property
     def draining(self) -> bool:
-        """Whether the engine ends as soon as its work is done (``--shutdown-timeout``). Only a process of an
-        engine core can be."""
+        """Whether the engine ends as soon as its work is done (``--shutdown-timeout``)."""
         engine = self._engine()
-        running = getattr(engine, "is_running", None)
-        return running is not None and not running() and engine.vllm_config.shutdown_timeout > 0
+        if engine is None or not granted(Feature.DRAINING):
+            return False
+        return not engine.is_running() and engine.vllm_config.shutdown_timeout > 0
 
     @property
     def scheduler(self) -> Any | None:

@@ -25,6 +25,7 @@ logger = get_logger(__name__)
 NEEDS = {
     Feature.LOCAL_HITS: (Feature.STATES,),
     Feature.PAUSES: (Feature.IDLE,),
+    Feature.DRAINING: (Feature.IDLE,),
     Feature.PEER_FETCH: (Feature.IDLE,),
     Feature.SYNC_LOADS: (Feature.IDLE,),
     Feature.CPU_CODECS: (Feature.CODECS,),

@@ -18,6 +18,7 @@ class Feature(enum.Enum):
     LOCAL_HITS = "hand-offs behind what attention has (recurrent states)"
     IDLE = "work while the engine is idle"
     PAUSES = "loads that end vLLM's pauses between empty steps"
+    DRAINING = "hand-offs that are read while the engine ends"
     PEER_FETCH = "peer fetch"
     SYNC_LOADS = "synchronous loads"
     EVENTS = "KV events"

@@ -109,7 +109,8 @@ ROWS: tuple[Row, ...] = (
         fields={
             "vllm.config:VllmConfig": "instance_id kv_transfer_config parallel_config model_config scheduler_config "
             "cache_config load_config device_config compilation_config kv_events_config attention_config "
-            "speculative_config quant_config __dataclass_fields__",
+            "speculative_config quant_config kernel_config __dataclass_fields__",
+            "vllm.config:KernelConfig": "moe_backend linear_backend",
             "vllm.config:SpeculativeConfig": "method draft_model_config use_eagle",
             "vllm.config:KVTransferConfig": "engine_id kv_connector_extra_config kv_load_failure_policy kv_role "
             "kv_buffer_device",
@@ -257,6 +258,12 @@ ROWS: tuple[Row, ...] = (
         names=("vllm.v1.engine:EngineCoreRequestType", "vllm.v1.engine:EngineCoreRequestType.WAKEUP"),
         sets={f"{_CORE}:EngineCoreProc": "input_queue scheduler"},
         trial=trials.wakeup, tries="code",
+    ),
+    Row(
+        "end of the engine", Feature.DRAINING, "its loop goes on until its work is done",
+        calls=((f"{_CORE}:EngineCoreProc.is_running", 1, ()),),
+        sets={f"{_CORE}:EngineCoreProc": "vllm_config"},
+        fields={"vllm.config:VllmConfig": "shutdown_timeout"},
     ),
     Row(
         "pause after an empty step", Feature.PAUSES, "it is a sleep by the module time, a global of the engine core's",
