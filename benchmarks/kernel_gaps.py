@@ -17,8 +17,9 @@ import time
 from collections.abc import Callable
 
 import torch
+from step_delay import Model
 
-HIDDEN, HEADS, WIDE, LAYERS, BATCH = 2048, 3072, 6144, 36, 64
+HIDDEN, LAYERS, BATCH = 2048, 36, 64
 REPLAYS, EVERY = 240, 16
 LOT_BYTES = 16 << 20
 STEPS = ("base", "side", "base", "main", "base", "dma", "base", "idle", "side", "main", "idle", "main")
@@ -26,27 +27,7 @@ STEPS = ("base", "side", "base", "main", "base", "dma", "base", "idle", "side", 
 
 class Bench:
     def __init__(self) -> None:
-        shapes = [(HEADS, HIDDEN), (HIDDEN, HIDDEN), (2 * WIDE, HIDDEN), (HIDDEN, WIDE)]
-        make = lambda n, k: torch.randn(n, k, device="cuda", dtype=torch.bfloat16) / 64  # noqa: E731
-        layers = [[make(n, k) for n, k in shapes] for _ in range(LAYERS)]
-        x, out = make(BATCH, HIDDEN), torch.zeros(BATCH, device="cuda")
-        linear, norm = torch.nn.functional.linear, torch.nn.functional.rms_norm
-
-        def model() -> None:
-            y = x
-            for qkv, o, up, down in layers:
-                y = norm(y + linear(linear(y, qkv)[:, :HIDDEN], o), (HIDDEN,))
-                gate, value = linear(y, up).chunk(2, dim=1)
-                y = norm(y + linear(torch.nn.functional.silu(gate) * value, down), (HIDDEN,))
-            out.copy_(y.float().sum(dim=1))
-
-        warm = torch.cuda.Stream()
-        with torch.cuda.stream(warm):
-            model()
-        torch.cuda.synchronize()
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
-            model()
+        self._graph = Model(LAYERS, BATCH, HIDDEN).graph
         self._side, self._dma = torch.cuda.Stream(priority=-1), torch.cuda.Stream(priority=-1)
         self._cache, self._ring = (torch.ones(LOT_BYTES, dtype=torch.uint8, device="cuda") for _ in range(2))
         self._host = torch.empty(LOT_BYTES, dtype=torch.uint8, pin_memory=True)

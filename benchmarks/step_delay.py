@@ -28,7 +28,7 @@ from vllm_kvtier.bench import copies
 from vllm_kvtier.worker import tuning
 from vllm_kvtier.worker.tuning import Choice, fixed
 
-HIDDEN, HEADS, WIDE = 4096, 6144, 12288
+HIDDEN = 4096
 BATCH = 64
 LOT_BLOCKS, LOT_STEPS = 256, 64
 CALL_BLOCKS = copies.CALL_BYTES // copies.BLOCK_BYTES
@@ -41,22 +41,23 @@ CASES = [
 
 
 class Model:
-    """Products of one decode step, as a graph."""
+    """Products of one decode step, as a graph. ``hidden``: HIDDEN is Qwen3-8B's."""
 
-    def __init__(self, layers: int, batch: int):
-        shapes = [(HEADS, HIDDEN), (HIDDEN, HIDDEN), (2 * WIDE, HIDDEN), (HIDDEN, WIDE)]
+    def __init__(self, layers: int, batch: int, hidden: int = HIDDEN):
+        heads, wide = 3 * hidden // 2, 3 * hidden
+        shapes = [(heads, hidden), (hidden, hidden), (2 * wide, hidden), (hidden, wide)]
         some = [[torch.randn(n, k, device="cuda", dtype=torch.bfloat16) / 64 for n, k in shapes] for _ in range(layers)]
-        x = torch.randn(batch, HIDDEN, device="cuda", dtype=torch.bfloat16)
+        x = torch.randn(batch, hidden, device="cuda", dtype=torch.bfloat16)
         self._weights, self._out = some, torch.zeros(batch, device="cuda")
 
         def run() -> None:
             y = x
             for qkv, out, up, down in some:
-                heads = torch.nn.functional.linear(y, qkv)[:, :HIDDEN]
-                y = torch.nn.functional.rms_norm(y + torch.nn.functional.linear(heads, out), (HIDDEN,))
+                attended = torch.nn.functional.linear(y, qkv)[:, :hidden]
+                y = torch.nn.functional.rms_norm(y + torch.nn.functional.linear(attended, out), (hidden,))
                 gate, value = torch.nn.functional.linear(y, up).chunk(2, dim=1)
                 z = torch.nn.functional.silu(gate) * value
-                y = torch.nn.functional.rms_norm(y + torch.nn.functional.linear(z, down), (HIDDEN,))
+                y = torch.nn.functional.rms_norm(y + torch.nn.functional.linear(z, down), (hidden,))
             self._out.copy_(y.float().sum(dim=1))
 
         torch.cuda.synchronize()
@@ -64,14 +65,14 @@ class Model:
         with torch.cuda.stream(aside):
             run()
         torch.cuda.synchronize()
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
             run()
         self._tokens, self._aside = torch.zeros(batch).pin_memory(), torch.cuda.Stream()
 
     def step(self) -> tuple[torch.cuda.Event, torch.cuda.Event]:
         """Events at the end of the products, and when the tokens are on the host."""
-        self._graph.replay()
+        self.graph.replay()
         done, there = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         done.record()
         with torch.cuda.stream(self._aside):

@@ -78,18 +78,18 @@ def test_lease_of_absurd_hash_block_size_is_not_asked(make, size):
 
 def test_lease_of_different_layout_is_granted_for_mapped_reads_only(make):
     """Other ranks or strides: not by NIXL, which reads pages as they lie."""
-    lent = []
+    leased = []
 
     def lend(ask, connection, seconds, answer):
-        lent.append(ask)
+        leased.append(ask)
         answer(Refusal.BUSY)
 
     source = make(Source, lend=lend)
     asker = make(Asker, reach=lambda ranks: Reach(frozenset({ReadPath.MAPPED}), "2 ranks here, 1 there"))
-    assert asker.answer(source.address, from_prefix_cache=True).code == "peer_busy" and lent.pop().mapped
+    assert asker.answer(source.address, from_prefix_cache=True).code == "peer_busy" and leased.pop().mapped
     asker.peers.unmappable("source/1")
     got = asker.answer(source.address, from_prefix_cache=True)
-    assert (got.code, got.reason) == ("layout", "2 ranks here, 1 there") and not lent
+    assert (got.code, got.reason) == ("layout", "2 ranks here, 1 there") and not leased
     for n in range(2 * MAX_PEERS_REMEMBERED):  # engines come and go
         asker.peers.unmappable(f"other/{n}")
     assert len(asker.peers._unmappable) == MAX_PEERS_REMEMBERED
