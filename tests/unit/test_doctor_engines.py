@@ -1,6 +1,7 @@
 """`kvtier doctor` names what is wrong with engines: their versions, their endpoints, and whether two can share."""
 
 import json
+import socket
 
 import msgspec
 import pytest
@@ -12,6 +13,7 @@ from vllm_kvtier.cli.__main__ import app
 from vllm_kvtier.devtools.engines import Engine, kvtier
 from vllm_kvtier.devtools.processes import free_port
 from vllm_kvtier.doctor.engines.endpoint import EndpointProbe, NoEndpoint, field_label
+from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.auth import ClusterKey
 
@@ -119,6 +121,21 @@ def test_doctor_older_engine_is_reported(make, monkeypatch):
             with pytest.raises(NoEndpoint, match="runs an older vllm-kvtier") as caught:
                 ask()
             assert caught.value.why == "other version"
+
+
+@pytest.mark.parametrize("host", ["::1", "127.0.0.1"])
+def test_doctor_reaches_an_engine_by_a_name(make, monkeypatch, host):
+    def getaddrinfo(name, port, *_):
+        found = [(socket.AF_INET6, "::1"), (socket.AF_INET, "127.0.0.1")]
+        return [(f, socket.SOCK_STREAM, 6, "", (a, port)) for f, a in found if a == host or "." in host]
+
+    try:
+        engine = make(FakeEngine, endpoint_host=host)
+    except KVTierError as error:
+        pytest.skip(f"no IPv6 loopback: {error}")
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    with EndpointProbe(f"machine:{engine.endpoint.port}") as probe:
+        assert probe.identity().hash_block_size == 16
 
 
 def test_doctor_identity_has_every_compared_field(make):

@@ -61,7 +61,12 @@ async def test_endpoint_client_keeps_connections_in_use(monkeypatch, engine):
 
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6")
-async def test_endpoint_client_reaches_an_ipv6_address():
+@pytest.mark.parametrize("host", ["::1", "machine"])
+async def test_endpoint_client_reaches_an_ipv6_address(monkeypatch, host):
+    def getaddrinfo(name, port, *_):
+        return [(socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("::1", port, 0, 0))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
     context = zmq.asyncio.Context()
     try:
         router = context.socket(zmq.ROUTER)
@@ -71,10 +76,21 @@ async def test_endpoint_client_reaches_an_ipv6_address():
         except zmq.ZMQError as error:
             pytest.skip(f"no IPv6 loopback: {error}")
         async with c.AsyncEndpointClient() as client:
-            await client.release("::1", port, "e")
-            assert m.decode_engine((await router.recv_multipart())[1]) == m.ReleaseExport("e")
+            await client.release(host, port, "e")
+            received = await asyncio.wait_for(router.recv_multipart(), 5.0)
+            assert m.decode_engine(received[1]) == m.ReleaseExport("e")
     finally:
         context.destroy(linger=0)
+
+
+async def test_endpoint_client_says_that_a_name_has_no_address(monkeypatch):
+    def getaddrinfo(name, port, *_):
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    async with c.AsyncEndpointClient(timeout=20.0) as client:
+        with pytest.raises(PeerRefused, match="machine:1 can be made: .*not known"):
+            await client.release("machine", 1, "e")
 
 
 async def test_endpoint_client_connects_again_after_a_malformed_answer(engine):

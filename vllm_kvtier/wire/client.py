@@ -18,6 +18,7 @@ import zmq.asyncio
 from vllm_kvtier.errors import PeerRefused
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.auth import ClusterKey
+from vllm_kvtier.wire.dealer import resolved
 
 MAX_CONNECTIONS = 256  # engines come and go, each at another address; of more, those that are unused for longest end
 
@@ -69,8 +70,7 @@ class AsyncEndpointClient:
         Raises PeerRefused if the address is invalid, TimeoutError if no connection accepts the message in time.
         """
         with self._using((host, port)) as connection:
-            message = m.encode(m.ReleaseExport(export))
-            await self._in_time(self._opened(connection).send(message))
+            await self._in_time(self._send(connection, m.ReleaseExport(export)))
 
     async def query(self, host: str, port: int, tokens: list[int], cache_salt: str = "") -> m.PrefixLengths:
         """The prefix lengths that the engine holds for a prompt of these token ids. The engine computes nothing.
@@ -116,8 +116,7 @@ class AsyncEndpointClient:
             raise TimeoutError("no answer in time") from error
 
     async def _ask(self, connection: _Connection, question: Question, kind: type[Answer]) -> Answer:
-        socket = self._opened(connection)
-        await socket.send(m.encode(question))
+        socket = await self._send(connection, question)
         while True:
             answer = m.decode_engine(await socket.recv())
             if isinstance(answer, kind) and answer.question == question.question:
@@ -143,24 +142,30 @@ class AsyncEndpointClient:
         finally:
             connection.users -= 1
 
-    def _opened(self, connection: _Connection) -> zmq.asyncio.Socket:
-        """Raises PeerRefused."""
-        if connection.socket is None:
-            host, port = connection.address
-            with contextlib.ExitStack() as cleanup:
-                try:
-                    socket = self._context.socket(zmq.DEALER)
-                    cleanup.callback(socket.close)
-                    socket.setsockopt(zmq.LINGER, 200)
-                    socket.setsockopt(zmq.SNDHWM, 100)
-                    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)  # else ten times a second, to engines that are gone
-                    socket.setsockopt(zmq.MAXMSGSIZE, m.MAX_MESSAGE)
-                    socket.setsockopt(zmq.IPV6, ":" in host)
-                    if self._key is not None:
-                        self._key.secure_client(socket)
-                    socket.connect(f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}")
-                except zmq.ZMQError as error:
-                    raise PeerRefused(f"no connection to {host}:{port} can be made: {error}") from error
-                cleanup.pop_all()
-            connection.socket = socket
+    async def _send(self, connection: _Connection, message: m.ReleaseExport | Question) -> zmq.asyncio.Socket:
+        """Send, on a new socket if there is none. Raises PeerRefused."""
+        host, port = connection.address
+        try:
+            if connection.socket is None:
+                endpoint = await asyncio.get_running_loop().run_in_executor(None, resolved, host, port)
+                connection.socket = connection.socket or self._opened(endpoint)
+        except (zmq.ZMQError, OSError, ValueError) as error:
+            raise PeerRefused(f"no connection to {host}:{port} can be made: {error}") from error
+        await connection.socket.send(m.encode(message))
         return connection.socket
+
+    def _opened(self, endpoint: str) -> zmq.asyncio.Socket:
+        """Raises zmq.ZMQError."""
+        with contextlib.ExitStack() as cleanup:
+            socket = self._context.socket(zmq.DEALER)
+            cleanup.callback(socket.close)
+            socket.setsockopt(zmq.LINGER, 200)
+            socket.setsockopt(zmq.SNDHWM, 100)
+            socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)  # else ten times a second, to engines that are gone
+            socket.setsockopt(zmq.MAXMSGSIZE, m.MAX_MESSAGE)
+            socket.setsockopt(zmq.IPV6, "[" in endpoint)
+            if self._key is not None:
+                self._key.secure_client(socket)
+            socket.connect(endpoint)
+            cleanup.pop_all()
+        return socket

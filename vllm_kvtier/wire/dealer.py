@@ -110,9 +110,7 @@ class Dealer:
         def resolve() -> None:
             endpoint = why = ""
             try:
-                found = socket.getaddrinfo(host, port, 0, socket.SOCK_STREAM)
-                family, _, _, _, address = min(found, key=lambda each: each[0])  # IPv4, if there is one
-                endpoint = f"tcp://[{address[0]}]:{port}" if family == socket.AF_INET6 else f"tcp://{address[0]}:{port}"
+                endpoint = resolved(host, port)
             except (OSError, ValueError) as error:  # ValueError: it cannot be encoded
                 why = f"the name cannot be resolved: {error}"
             finally:
@@ -158,6 +156,16 @@ class Dealer:
             self._reactor.look_at(self._socket)
             if not self._socket.closed:  # the last message may have closed it
                 self._events.on_lost(why)
+
+
+def resolved(host: str, port: int | str) -> str:
+    """ZMQ's endpoint of a host: of its IPv4 address, if it has one. Blocks. Raises OSError, and ValueError for a name
+    that no host can have."""
+    if host == "*":
+        raise ValueError("* is no host")  # glibc takes it for loopback
+    found = socket.getaddrinfo(host, port, 0, socket.SOCK_STREAM)
+    family, _, _, _, address = min(found, key=lambda each: each[0])
+    return f"tcp://[{address[0]}]:{port}" if family == socket.AF_INET6 else f"tcp://{address[0]}:{port}"
 
 
 def _is_name(host: str) -> bool:

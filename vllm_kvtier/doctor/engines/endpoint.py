@@ -19,6 +19,7 @@ from zmq.utils.monitor import recv_monitor_message
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.auth import ClusterKey
+from vllm_kvtier.wire.dealer import resolved
 
 _NO_NUMBER = 1 << 39  # of a namespace's counts
 _NO_NAME = "?doctor?"
@@ -70,12 +71,15 @@ class EndpointProbe:
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, m.MAX_MESSAGE)
-        self._socket.setsockopt(zmq.IPV6, ":" in self._host)
         if key is not None:
             key.secure_client(self._socket)
         self._monitor = self._socket.get_monitor_socket()
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        self._socket.connect(f"tcp://{host}:{self._port}")
+        try:
+            endpoint = resolved(self._host, self._port)
+        except OSError:  # ZMQ cannot either, and ``_no_answer`` says why
+            endpoint = f"tcp://{self._host}:{self._port}"
+        self._socket.setsockopt(zmq.IPV6, "[" in endpoint)
+        self._socket.connect(endpoint)
 
     def close(self) -> None:
         self._socket.disable_monitor()
