@@ -120,21 +120,25 @@ TABLE = {
 }  # fmt: skip
 _OTHER = {name: frozenset(fields.other.split()) for name, fields in TABLE.items()}
 
-# vLLM's environment variables that quantize weights, activations or what ranks send each other, draw a token's experts
-# at random (for benchmarks), or choose how videos are read.
+# vLLM's environment variables that quantize weights, activations or what ranks send each other, choose the precision of
+# float32, draw a token's experts at random (for benchmarks), or choose how videos are read.
 VARIABLES = (
     "VLLM_B12X_MOE_FP4_FORCE_A16", "VLLM_CPU_INT4_W4A8", "VLLM_DISABLED_KERNELS",
-    "VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE", "VLLM_HUMMING_INPUT_QUANT_CONFIG",
-    "VLLM_HUMMING_ONLINE_QUANT_CONFIG", "VLLM_MARLIN_INPUT_DTYPE", "VLLM_MOE_ROUTING_SIMULATION_STRATEGY",
-    "VLLM_ROCM_MUSE_MOE_ONLINE_QUANT", "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION",
+    "VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE", "VLLM_FLOAT32_MATMUL_PRECISION",
+    "VLLM_HUMMING_INPUT_QUANT_CONFIG", "VLLM_HUMMING_ONLINE_QUANT_CONFIG", "VLLM_MARLIN_INPUT_DTYPE",
+    "VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "VLLM_MOE_USE_DEEP_GEMM",
+    "VLLM_ROCM_FP8_MFMA_PAGE_ATTN", "VLLM_ROCM_MUSE_MOE_ONLINE_QUANT", "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION",
     "VLLM_ROCM_USE_AITER",  # turns the next two on before vLLM 0.33
     "VLLM_ROCM_USE_AITER_FP4BMM", "VLLM_ROCM_USE_AITER_FP8BMM",
     "VLLM_ROCM_USE_AITER_MOE_A4W4_DSV4", "VLLM_ROCM_USE_AITER_MOE_SITUV2",
     "VLLM_TEST_FORCE_FP8_MARLIN", "VLLM_USE_DEEP_GEMM", "VLLM_USE_DEEP_GEMM_E8M0", "VLLM_VIDEO_LOADER_BACKEND",
-    "VLLM_XPU_INC_WNA16_BACKEND",
+    "VLLM_XPU_INC_WNA16_BACKEND", "XHS_VIDEO_JPEG_QUALITY",
 )  # fmt: skip
-# On by default: vLLM sets one of them itself for some models, and guides set the other.
-_DEFAULTS = {"VLLM_USE_DEEP_GEMM": "1", "VLLM_USE_DEEP_GEMM_E8M0": "1"}
+# vLLM sets one of them itself for some models, and guides set others.
+_DEFAULTS = {
+    "VLLM_FLOAT32_MATMUL_PRECISION": "highest", "VLLM_MOE_USE_DEEP_GEMM": "1", "VLLM_USE_DEEP_GEMM": "1",
+    "VLLM_USE_DEEP_GEMM_E8M0": "1",
+}  # fmt: skip
 # Kernels that compute with what the checkpoint has quantized; others leave activations as they are (Marlin), quantize
 # them further or quantize the weights anew.
 _KERNELS = frozenset(
