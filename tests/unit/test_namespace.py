@@ -479,6 +479,18 @@ def test_model_fingerprint_depends_on_models_that_are_parts_of_it(folder, tmp_pa
     assert len({*found, fingerprint()}) == 3
 
 
+@pytest.mark.parametrize("name", ["whisper-large-v3", "audio_tokenizer"])
+def test_model_fingerprint_depends_on_encoder_in_folder_of_its_folder(folder, name):
+    media, found = multimodal(), set()
+    (folder / name).mkdir()
+    for file, content in (("x", ""), ("model.safetensors", "1"), ("model.safetensors", "2"),
+                          ("config.json", "{}"), ("preprocessor_config.json", "{}")):  # fmt: skip
+        (folder / name / file).write_text(content * 1000)
+        found.add(ns.model_fingerprint(model(folder, **media)))
+        assert ns.model_fingerprint(model(folder, **media)) in found
+    assert len(found) == 5
+
+
 @pytest.mark.parametrize("method", ["eagle", "draft_model", "mtp", "ngram", "own layers"])
 def test_model_fingerprint_depends_on_drafts_that_keep_kv(folder, tmp_path, method):
     """Their KV is stored with the target's: another draft's would be accepted less often."""

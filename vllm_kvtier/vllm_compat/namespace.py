@@ -151,6 +151,8 @@ _KINDS = {
 _MEDIA_FILES = ("*processor_config.json", "tekken.json")
 # Names of models whose weights vLLM loads as parts of this one (Ultravox), at their hub's "main".
 _OTHER_MODELS = ("text_model_id", "audio_model_id")
+# Folders of a model's folder that have its encoder (Kimi-Audio, MiMo-Audio).
+_ENCODERS = ("whisper-large-v3", "audio_tokenizer")
 
 
 class ModelFingerprint:
@@ -246,6 +248,8 @@ def model_fingerprint(vllm_config: Any) -> str:
     parts = [(model.model, model.revision, folder)]
     for other in [getattr(model.hf_config, field, None) for field in _OTHER_MODELS]:
         parts += [(other, None, model_folder(other, None, load.download_dir))] if other else []
+    if folder and model.multimodal_config is not None:
+        parts += [(*parts[0][:2], encoder) for name in _ENCODERS if weight_files(encoder := folder / name)]
     files: list[Path] = []
     try:
         of_parts = [weight_files(where, _KINDS.get(load.load_format, KINDS)) if where else [] for *_, where in parts]
@@ -255,7 +259,8 @@ def model_fingerprint(vllm_config: Any) -> str:
             words = "not in local files"
         else:
             files = [file for part in of_parts for file in part]
-            files += [file for *_, where in parts[1:] if where and (file := where / "config.json").exists()]
+            configs = "config.json", *_MEDIA_FILES
+            files += [file for *_, where in parts[1:] if where for kind in configs for file in sorted(where.glob(kind))]
             for file, found in zip(files, file_digests(files), strict=True):
                 weights.update(f"{file.name}|{found}|".encode())
             words = f"{weights.hexdigest()}, {len(files)} file{'s' * (len(files) != 1)}"
