@@ -205,7 +205,7 @@ Start = Callable[[int, int, int, int, int, ctypes.Array], None]
 
 
 @contextmanager
-def _without_compile_hook() -> Iterator[None]:
+def without_compile_hook() -> Iterator[None]:
     """Disable vLLM's hook that reports kernels compiled while it serves. Triton 3.6 describes a kernel to it in JSON,
     which fails if a constant is another function, as in ours. Ours are compiled in the background while an engine
     starts, so that vLLM's report would be wrong anyway."""
@@ -278,7 +278,7 @@ class Launches(ABC):
         # The kernels are compiled for this alignment, which torch's allocations have.
         if (self._rows.data_ptr() | self._acc.data_ptr()) % 16:
             raise ValueError("the scratch of a copy must begin at a multiple of 16 bytes")
-        with torch.cuda.device(self._device), torch.cuda.stream(stream), _without_compile_hook():
+        with torch.cuda.device(self._device), torch.cuda.stream(stream), without_compile_hook():
             compiled = self._by_triton(table, n)
         if self._start is not None and all(_plain(c) for c, *_ in compiled):
             self._ready = [_Prepared(*kernel) for kernel in compiled]

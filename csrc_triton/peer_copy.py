@@ -302,7 +302,7 @@ class PeerPageCopier:
             return
         import torch
 
-        with torch.cuda.device(self._work.device), torch.cuda.stream(stream), page_copy._without_compile_hook():
+        with torch.cuda.device(self._work.device), torch.cuda.stream(stream), page_copy.without_compile_hook():
             compiled = by_triton((grid,))
         if self._start is not None and page_copy._plain(compiled):
             self._ready[name] = page_copy._Prepared(compiled, arguments, 1, 1, 1)

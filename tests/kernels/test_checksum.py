@@ -1,5 +1,7 @@
 """The kernel and the host path of the block checksum against the plain reference, bit for bit."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -241,3 +243,14 @@ def test_checksum_launch_without_triton_raises(monkeypatch):
     monkeypatch.setattr(checksum, "triton", None)
     with pytest.raises(RuntimeError, match="need Triton"):
         checksum.launch(torch.zeros(1), torch.zeros(1, 4), torch.zeros(1, 11), [])
+
+
+@pytest.mark.skipif(checksum.triton is None, reason="Triton is not installed")
+def test_checksum_warm_up_compiles_without_vllm_compile_hook(monkeypatch):
+    runtime, compiled = checksum.triton.knobs.runtime, []
+    monkeypatch.setattr(runtime, "jit_post_compile_hook", lambda **_: pytest.fail("vLLM counts it as a stall"))
+    checksums = BlockChecksums(simple_view())
+    checksums._view = SimpleNamespace(device=torch.device("cuda"))
+    checksums._groups = [SimpleNamespace(compute=lambda *ask: compiled.append(runtime.jit_post_compile_hook))]
+    checksums.warm_up()
+    assert compiled == [None]

@@ -220,7 +220,7 @@ def test_page_copy_compile_restores_vllm_compile_hook():
     before = runtime.jit_post_compile_hook
     runtime.jit_post_compile_hook = hook = lambda **_: None
     try:
-        with pytest.raises(RuntimeError), page_copy._without_compile_hook():
+        with pytest.raises(RuntimeError), page_copy.without_compile_hook():
             assert runtime.jit_post_compile_hook is None
             raise RuntimeError
         assert runtime.jit_post_compile_hook is hook

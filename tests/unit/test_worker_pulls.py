@@ -22,6 +22,7 @@ from vllm_kvtier.wire.link import LinkServer
 from vllm_kvtier.wire.reactor import Reactor
 from vllm_kvtier.worker.connector_worker import KVTierConnectorWorker
 from vllm_kvtier.worker.context import CacheSetup
+from vllm_kvtier.worker.integrity.checksums import BlockChecksums
 from vllm_kvtier.worker.nixl_pull import pulls as pulls_module
 from vllm_kvtier.worker.nixl_pull.exported_memory import CacheMemory
 from vllm_kvtier.worker.nixl_pull.nixl_transport import NixlTransport
@@ -43,6 +44,13 @@ def test_pulls_copy_blocks_and_checksums(host_buffer):
     assert all(torch.equal(a, b) for a, b in zip(untouched, pair.block(pair.here, 2), strict=True))
     # What was verified can be exported without another pass.
     assert pair.here.table[[5, 6, 1, 8]].tolist() == pair.there.table[[3, 4, 9, 7]].tolist()
+
+
+def test_memory_for_pulls_compiles_its_checksums(monkeypatch):
+    """Else the first pull or hand-off compiles for 4 s, and the engine stands still if the model runner verifies it."""
+    compiled = []
+    monkeypatch.setattr(BlockChecksums, "warm_up", lambda self: compiled.append(self))
+    assert whole(cache(4, 1)) and len(compiled) == 1
 
 
 @given(seed=st.integers(0, 1 << 32))

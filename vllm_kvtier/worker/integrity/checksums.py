@@ -6,7 +6,7 @@ from contextlib import nullcontext
 import numpy as np
 import torch
 
-from vllm_kvtier.kernels import checksum
+from vllm_kvtier.kernels import checksum, page_copy
 from vllm_kvtier.kernels.checksum_reference import multipliers
 from vllm_kvtier.wire.geometry import GroupView, Region
 from vllm_kvtier.worker.cache_view import CacheView
@@ -55,8 +55,9 @@ class BlockChecksums:
         """Compile now instead of in the first ``compute`` (seconds on a GPU, nothing on a CPU)."""
         if self._view.device.type == "cuda":
             one = np.ones(1, dtype=np.int64)
-            for group in self._groups:
-                group.compute(one - 1, one.astype(np.uint64), one)
+            with page_copy.without_compile_hook():
+                for group in self._groups:
+                    group.compute(one - 1, one.astype(np.uint64), one)
 
 
 def counted_cells(region: Region, valid: np.ndarray) -> np.ndarray:

@@ -59,6 +59,8 @@ class CacheMemory(PeerMemory):
         self.arrived = torch.zeros_like(self.table, pin_memory=pinned)
         self._stream = torch.cuda.Stream(view.device) if self._cuda else None
         self.on_device = on_device
+        with self._on_stream(None):
+            self._checksums.warm_up()  # seconds, for which the first hand-off or pull would wait
 
     # -- checksums ---------------------------------------------------------------------------------------------
 
