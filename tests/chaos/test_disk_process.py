@@ -1,5 +1,7 @@
 """Real tier processes on a real disk: killed at random instants, and with a slow disk."""
 
+import errno
+import os
 import random
 import socket
 import threading
@@ -10,6 +12,7 @@ from disk_support import NAMESPACE_ID, SHAPE, DiskTierProcess, content_of, fill,
 
 from vllm_kvtier.store.index.types import ZERO
 from vllm_kvtier.store.protocol import PAGE
+from vllm_kvtier.store.tiers.disk import process as disk_process
 from vllm_kvtier.store.tiers.disk.file_ops import Files
 from vllm_kvtier.store.tiers.disk.process import DiskProcess
 from vllm_kvtier.store.tiers.process import protocol as m
@@ -176,6 +179,41 @@ def test_disk_reads_do_not_wait_for_fsync_of_writes(slow):
         assert all(holds(pool, move) for move in back)
     files.go.set()
     assert hear().id == 2
+
+
+def test_disk_on_a_full_file_system_is_read_only_until_it_is_opened_again(slow):
+    """Then it is limited to the room there is. Until then each write would evict blocks, and mostly in vain."""
+    files, pool, send, hear = slow
+    moves = [move_of(n, 1 + n * PAGES, PAGES, 1 + n * PAGES) for n in range(3)]
+    for move in moves:
+        fill(pool, move)
+    send(m.Write(1, moves[:1]))
+    assert hear().good == [True]
+
+    def full(fd, offset, nbytes):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    files.allocate = full
+    for number in (1, 2):
+        send(m.Write(1 + number, [moves[number]]))
+        answer = hear()
+        assert answer.good == [False] and not answer.writable and "the file system is full" in answer.error
+    send(m.Read(9, 0, moves[:1]))
+    assert hear().good == [True]
+
+
+def test_disk_that_its_file_system_limits_is_opened_again_when_there_is_more_room(tmp_path, monkeypatch):
+    monkeypatch.setattr(disk_process, "ROOM_SECONDS", 0.02)
+    looks, pool = [2 << 20, 2 << 20, 3 << 20], make_pool(POOL)
+    files = Files()
+    files.room = lambda fd: looks.pop(0)
+    ours, theirs = socket.socketpair()
+    host = TierProcessMain(pool, theirs, lambda host, options: DiskProcess(host, options, files=files))
+    write_frame(ours, m.encode(m.Open({"path": str(tmp_path), "size": 4 << 20, "backend": "threads"}, pool.nbytes)))
+    assert "more room" in host.serve() and not looks
+    opened = m.decode_to_server(read_frame(ours, time.monotonic() + 20, []))
+    assert opened.capacity_pages == int((2 << 20) * 0.98) // PAGE
+    ours.close()
 
 
 def test_disk_writes_share_fsync_and_dropped_position_is_not_kept(slow):

@@ -7,6 +7,7 @@ import shutil
 import socket
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -274,6 +275,34 @@ def test_disk_preallocation_allocates_whole_file(tmp_path, pool):
     keep(pool, tmp_path / "b", MOVES[:1])
     taken = {name: (tmp_path / name / "slots").stat().st_blocks * 512 for name in "ab"}
     assert taken["a"] >= 4 << 20 > 1 << 20 > taken["b"]
+
+
+class SmallFiles(Files):
+    """Of a file system of 62 pages; the data file is not to have all."""
+
+    def room(self, fd):
+        return 62 * PAGE
+
+
+def test_disk_larger_than_its_file_system_fits_there(tmp_path, pool):
+    """It filled the file system, and from then on it took no new block and evicted none."""
+    keep(pool, tmp_path, MOVES)
+    storage = open_storage(SmallFiles(), str(tmp_path), 4 << 20, preallocate=True, direct=True)
+    assert storage.capacity == 60 and storage.writable and not storage.sparse
+    assert storage.notes == ["its file system has room for 240 KiB of its 4 MiB"]
+    assert storage.table.rows()["place"].tolist() == [1, 21, 41]
+    assert (tmp_path / "slots").stat().st_size == 60 * PAGE
+    storage.close(FILES)
+
+
+def test_disk_knows_the_room_of_its_file_system(tmp_path, monkeypatch):
+    fd = os.open(tmp_path / "slots", os.O_RDWR | os.O_CREAT)
+    os.posix_fallocate(fd, 0, 8 << 20)
+    monkeypatch.setattr(os, "fstatvfs", lambda fd: SimpleNamespace(f_blocks=9, f_bavail=5, f_frsize=4096))
+    assert 0 <= FILES.room(fd) - (8 << 20) - 5 * 4096 < 1 << 16  # of what describes it
+    monkeypatch.setattr(os, "fstatvfs", lambda fd: SimpleNamespace(f_blocks=0, f_bavail=0, f_frsize=0))
+    assert FILES.room(fd) > 1 << 60  # some file systems do not say
+    os.close(fd)
 
 
 class ReadOnlyFiles(Files):

@@ -337,7 +337,7 @@ def test_doctor_path_that_is_no_local_disk_is_found(tmp_path):
     mounts.write_text("/dev/x / odd rw 0 0\n")
     found = disk.disk(tmp_path, 1 << 20, BadDisk("direct", errno.EINVAL), mounts)
     assert "(odd) has no O_DIRECT" in only(found, "warn").message
-    assert "the tier stops when the disk is full" in disk.disk(tmp_path, 1 << 60)[0].message
+    assert "the tier will be smaller" in disk.disk(tmp_path, 1 << 60)[0].message
 
 
 # -- the node store ------------------------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ def _free_space(name: str, parent: Path, folder: Path, size: int) -> Check:
         free += sum(each.stat().st_blocks * 512 for each in folder.iterdir() if each.is_file())
     if free < size:
         message = f"{format_bytes(free)} are free, {format_bytes(size)} are configured"
-        message += ": the tier stops when the disk is full"
+        message += ": the tier will be smaller"
         return warn(name, message, "a smaller store_disk_size, or more free space on that disk")
     return ok(name, f"{format_bytes(free)} free for {format_bytes(size)}")
 

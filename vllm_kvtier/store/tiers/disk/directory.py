@@ -22,6 +22,7 @@ from vllm_kvtier.store.tiers.disk.slot_table import SlotTable
 from vllm_kvtier.store.tiers.process.protocol import NamespaceShape
 
 MIN_PAGES = 16
+JOURNAL_SHARE = 0.02  # of the file system's room that the data file leaves: three journals of blocks of 16 KiB
 READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 _HEADER = struct.Struct(f"<8sI{j.STORAGE_ID}s")
 _MAGIC = b"KVTSLOTS"
@@ -63,6 +64,7 @@ def open_storage(files: Files, folder: str, nbytes: int, *, preallocate: bool, d
     try:
         _lock(files, storage)
         _open_slots(files, storage, direct)
+        _limit_to_room(files, storage)
         _recover(files, storage, preallocate)
     except OSError as error:
         storage.close(files)
@@ -110,6 +112,19 @@ def _open_slots(files: Files, storage: Storage, direct: bool) -> None:
             raise
         storage.data_fd = files.open(path, flags)
         storage.notes.append("its file system has no O_DIRECT: reads and writes also fill the page cache")
+
+
+def room_pages(files: Files, fd: int) -> int:
+    """Pages that the data file has or could get. Raises OSError."""
+    return max(MIN_PAGES, int(files.room(fd) * (1 - JOURNAL_SHARE)) // PAGE)
+
+
+def _limit_to_room(files: Files, storage: Storage) -> None:
+    """A tier larger than its file system's room could neither write nor evict once that is full."""
+    room = room_pages(files, storage.file_fd)
+    if room < storage.capacity and storage.writable:
+        wanted, storage.capacity = size_text(storage.capacity * PAGE), room
+        storage.notes.append(f"its file system has room for {size_text(room * PAGE)} of its {wanted}")
 
 
 def _recover(files: Files, storage: Storage, preallocate: bool) -> None:

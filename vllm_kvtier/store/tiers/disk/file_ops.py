@@ -8,6 +8,7 @@ import ctypes
 import errno
 import fcntl
 import os
+import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
@@ -49,6 +50,11 @@ class Files:
 
     def size(self, fd: int) -> int:
         return os.fstat(fd).st_size
+
+    def room(self, fd: int) -> int:
+        """Bytes of the file system that this file has or could get."""
+        free = os.fstatvfs(fd)
+        return os.fstat(fd).st_blocks * 512 + free.f_bavail * free.f_frsize if free.f_blocks else sys.maxsize
 
     def truncate(self, fd: int, nbytes: int) -> None:
         os.ftruncate(fd, nbytes)

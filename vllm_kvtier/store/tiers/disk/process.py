@@ -24,7 +24,7 @@ from vllm_kvtier.logs import get_logger
 from vllm_kvtier.store.protocol import PAGE
 from vllm_kvtier.store.tiers.disk import journal as j
 from vllm_kvtier.store.tiers.disk.data_file import READ, WRITE, Data, NixlData, PlainData, marks
-from vllm_kvtier.store.tiers.disk.directory import Room, Storage, open_storage
+from vllm_kvtier.store.tiers.disk.directory import Room, Storage, open_storage, room_pages
 from vllm_kvtier.store.tiers.disk.file_ops import Files, Workers, error_text
 from vllm_kvtier.store.tiers.disk.group_commit import MIN_LOG, Log, Syncs
 from vllm_kvtier.store.tiers.disk.slot_table import pack, parents_first, unpack
@@ -34,6 +34,8 @@ from vllm_kvtier.store.tiers.process.nixl_agent import StorageAgent
 
 logger = get_logger(__name__)
 
+# A tier that its file system limits: seconds between two looks for room, and the growth for which it is opened again.
+ROOM_SECONDS, ROOM_GROWTH = 3600.0, 1.1
 MAX_KEPT = 8192  # moves per Kept
 KERNEL_QUEUE_SIZE = "1024"  # blocks in flight in the kernel; NIXL submits 64 per poll
 MAX_THREADS = 16  # of PlainData; keeps a device busy with blocks of a few 100 KiB
@@ -123,8 +125,25 @@ class DiskProcess:
             shapes = list(self._shapes.values()) if not at else []
             self._host.send(m.Kept(list(unpack(rows[at : at + MAX_KEPT])), shapes))
             self._host.flush()
+        self._look_for_room_later()
         note = "; ".join(filter(None, [*storage.notes, self._data.note]))
         return m.Opened(not self._read_only, note[:MAX_SENTENCE], storage.capacity)
+
+    def _look_for_room_later(self) -> None:
+        """If the file system had less than the tier's size, see whether it has more now."""
+        storage = self._storage
+        if storage.capacity == int(self._options["size"]) // PAGE:
+            return
+
+        def looked(room: int | None, error: OSError | None) -> None:
+            if room is not None and room > ROOM_GROWTH * storage.capacity:
+                self._host.fail("its file system has more room than when it was opened")
+            self._look_for_room_later()
+
+        def look() -> None:
+            self._file_worker.submit(lambda: room_pages(self._files, storage.file_fd), looked)
+
+        self._host.reactor.call_later(ROOM_SECONDS, self._host.guard(look))
 
     def _open_data(self, backend: str) -> Data:
         storage, pool, note = self._storage, self._host.pool, ""
@@ -230,8 +249,9 @@ class DiskProcess:
         if result is not None:
             fits, text = result
             batch.good = [good and fit for good, fit in zip(batch.good, fits, strict=True)]
+        self._note_failure(text)  # also of a full file system: opened again, the tier fits what room there is
         if error is not None or not any(batch.good):
-            self._end(batch, text, broken=error is not None)
+            self._end(batch, text)
         else:
             batch.error = text
             self._move(batch)
@@ -269,7 +289,7 @@ class DiskProcess:
         if error:
             self._drop(batch.moves[n].position for n in kept)
             self._journaled -= {batch.moves[n].namespace_id for n in kept}
-        self._end(batch, error or batch.error, ok=not error)
+        self._end(batch, error or batch.error, ok=not error, broken=bool(error))
 
     def _end(self, batch: _Batch, error: str, *, ok: bool = False, broken: bool = False) -> None:
         del self._writing[batch]
