@@ -220,6 +220,7 @@ def test_pulls_stuck_read_is_reported_after_agent_ended(clock, fault, words, cap
     for _ in range(100):  # it is not asked again and again for an agent that does not end
         assert pair.pulls.poll() == [] and pair.transport.late_data()
     assert pair.transport.looks < 7 and caplog.text.count("restart this engine") == 1
+    assert pair.pulls.all_waiting, "the reactor would poll it 20,000 times a second, until the engine is restarted"
     for _ in range(4):
         assert pair.pulls.active
         clock.now += 1.1

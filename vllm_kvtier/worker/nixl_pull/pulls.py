@@ -98,9 +98,12 @@ class Pulls:
 
     @property
     def all_waiting(self) -> bool:
-        """Whether all pulls wait for the device or for another try."""
+        """Whether all pulls wait for the device, for another try, or for a retired agent to end."""
         now = time.monotonic()
-        return all(pull.stage is Stage.WAITING and (now < pull.not_before or not _free(pull)) for pull in self._pulls)
+        return all(
+            pull.stage is Stage.RETIRING or (pull.stage is Stage.WAITING and (now < pull.not_before or not _free(pull)))
+            for pull in self._pulls
+        )
 
     def num_young(self) -> int:
         """Pulls that came, or began to read, a moment ago. Any thread."""
