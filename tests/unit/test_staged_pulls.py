@@ -1,10 +1,12 @@
 """Pulls through the ring: full rings, failed reads, agents that end, and NIXL itself between two workers."""
 
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import msgspec
 import numpy as np
 import pytest
+import torch
 from peer_caches import keys_of
 from staged_support import BLOCKS, EVEN, StagedPair
 
@@ -37,6 +39,27 @@ def test_staged_pulls_wait_for_a_chunk():
     assert sorted(r.request_id for r in results) == [f"r{n}" for n in range(many)]
     assert not any(r.failed for r in results) and all(pair.landed(n + 1, EVEN[n]) for n in range(many))
     assert pair.free_chunks == staged_reads.NUM_CHUNKS
+
+
+def test_staged_pulls_ring_is_no_memory_that_the_model_gave_back(monkeypatch):
+    """Kernels that are launched may still write that; torch gives it to the same stream only."""
+    streams = ["the model's"]
+
+    @contextmanager
+    def stream(own):
+        streams.append(own)
+        yield
+        streams.pop()
+
+    def empty(*size, real=torch.empty, **more):
+        assert streams == ["the model's", "own"]
+        return real(*size, **more)
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: "own")
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(torch, "empty", empty)
+    memory = SimpleNamespace(view=SimpleNamespace(device=torch.device("cpu")), on_device=True)
+    assert staged_reads._Ring(memory, 64).span[1] > 64 * staged_reads.NUM_CHUNKS and streams == ["the model's"]
 
 
 def test_staged_pull_reads_a_round_for_each_chunkful_and_rank():

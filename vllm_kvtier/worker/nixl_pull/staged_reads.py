@@ -13,6 +13,7 @@ or, if its read failed, when the agent that read has ended.
 import ctypes
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -196,7 +197,9 @@ class _Ring:
         nbytes = NUM_CHUNKS * self.chunk_bytes + _ALIGN
         device = memory.view.device if memory.on_device else "cpu"
         pinned = memory.view.device.type == "cuda" and not memory.on_device
-        self._memory = torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=pinned)
+        # For a stream of its own: the model's may still write memory that it gave back.
+        with torch.cuda.stream(torch.cuda.Stream(device)) if memory.on_device else nullcontext():
+            self._memory = torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=pinned)
         self.span = self._memory.data_ptr(), nbytes
         first = align(self.span[0], _ALIGN)
         self.chunks = [first + n * self.chunk_bytes for n in range(NUM_CHUNKS)]
