@@ -4,6 +4,7 @@ import http.server
 import itertools
 import math
 import os
+import pwd
 import ssl
 import sys
 import threading
@@ -259,6 +260,18 @@ def test_profiles_need_boto3_and_must_exist(monkeypatch, server):
     assert trouble.kind is Kind.DENIED and "AWS_PROFILE does not exist" in str(trouble)
     monkeypatch.setitem(sys.modules, "obstore.auth.boto3", None)
     assert "pip install boto3" in str(trouble_of(lambda: client_of("s3://bucket/x", server.endpoint)))
+
+
+def test_client_is_made_for_a_user_without_a_home(monkeypatch, server):
+    """As a container's may be: pathlib raises RuntimeError there."""
+
+    def getpwuid(uid):
+        raise KeyError(uid)
+
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", getpwuid)
+    server.reply = 200, {}, b"12345"
+    assert client_of("s3://bucket/x", server.endpoint).size("k") == 5
 
 
 def test_credentials_of_a_profile_are_used(monkeypatch, server, tmp_path):

@@ -185,7 +185,7 @@ def _aws_credentials() -> Any:
     """boto3's, for a profile or ~/.aws; None: obstore finds them."""
     files = ("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials"), ("AWS_CONFIG_FILE", "~/.aws/config")
     profile = os.environ.get("AWS_PROFILE")
-    has_files = any(Path(os.environ.get(name, default)).expanduser().exists() for name, default in files)
+    has_files = any(os.path.exists(os.path.expanduser(os.environ.get(name, default))) for name, default in files)
     if os.environ.keys() & _AWS_VARIABLES or not (profile or has_files):
         return None
     try:
