@@ -26,6 +26,7 @@ logger = get_logger(__name__)
 REQUEST_SECONDS, MIN_RATE = 10.0, 20e6  # seconds, bytes/s
 FIRST_READ_RATE = 1e9, 0.001  # bytes/s and seconds of a read, before any measurement
 PREALLOCATE_RATE = 50e6  # bytes/s; file systems without fallocate write zeros
+OPEN_RATE = 1e9  # bytes/s: the journal of four million blocks is read and sorted in 8 s of a core, which others use too
 WRITE_BACKOFF = 1.0, 60.0  # first and longest time without writes after a failed one, in seconds
 REOPEN_BACKOFF = 300.0, 3600.0  # first and longest time until a read-only tier is opened again, in seconds
 MAX_GONE = 1 << 20  # positions per message
@@ -66,7 +67,8 @@ class DiskTier(mv.ProcessTier):
         tenant_share: float = 1.0,
     ):
         self._shapes, self._pages, self._gone = shapes, int(options["size"]) // PAGE, Gone()
-        opening = mv.OPEN_SECONDS + (self._pages * PAGE / PREALLOCATE_RATE if options.get("preallocate") else 0)
+        rate = PREALLOCATE_RATE if options.get("preallocate") else OPEN_RATE
+        opening = mv.OPEN_SECONDS + self._pages * PAGE / rate
         super().__init__(context, options, opening)
         self._policy, self._tenant_share = policy, tenant_share
         self._slot_map = self._make_slot_map()
