@@ -1,5 +1,6 @@
 """The two processes of the Mooncake tier, on a cluster that is a dict and has Mooncake's faults."""
 
+import socket
 import threading
 import time
 from collections import deque
@@ -362,11 +363,23 @@ def test_mooncake_refuses_slots_outside_the_pool(reading, writing):
             bench.backend.handle(message)
 
 
+def test_mooncake_takes_the_route_to_the_masters_ipv4_address(monkeypatch):
+    def getaddrinfo(name, port, type):
+        both = [(socket.AF_INET6, ("::1", port, 0, 0)), (socket.AF_INET, ("127.0.0.1", port))]
+        return [(family, type, 17, "", address) for family, address in both]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    assert MooncakeOptions.parse({**OPTIONS, "mooncake_master": "machine:50051"}).own_host() == "127.0.0.1"
+
+
 def test_mooncake_options():
     parsed = MooncakeOptions.parse({**OPTIONS, "mooncake_master": "etcd://a:1;b"})
     assert [str(each) for each in parsed.probes] == ["a:1", "b:2379"] and parsed.segment_bytes == 1 << 20
     assert MooncakeOptions.parse({**OPTIONS, "mooncake_segment": "0"}).segment_bytes == 0
     assert MooncakeOptions.parse(OPTIONS).own_host() == "127.0.0.1"
+    for host in ("::1", "[::1]"):
+        with pytest.raises(ConfigError, match="cannot read over IPv6, and .*::1.* is this node's address"):
+            MooncakeOptions.parse({**OPTIONS, "mooncake_host": host}).own_host()
     for name, value in (
         ("master", "host"), ("master", "redis://h:1"), ("master", "etcd://"), ("replicas", 0), ("segment", "much"),
     ):  # fmt: skip

@@ -72,10 +72,16 @@ class MooncakeOptions:
         )
 
     def own_host(self) -> str:
-        """``host``, or the address of this node on the route to the master. Raises OSError if there is no route."""
-        if self.host:
-            return self.host
-        found = socket.getaddrinfo(self.probes[0].host, self.probes[0].port, type=socket.SOCK_DGRAM)[0]
+        """``host``, or the address of this node on the route to the master. Raises OSError if there is no route, and
+        ConfigError for an IPv6 address: the library writes it without brackets, and no read from there succeeds."""
+        host = self.host or self._host_on_route()
+        if ":" in host:
+            raise ConfigError(f"Mooncake cannot read over IPv6, and {host} is this node's address: set mooncake_host")
+        return host
+
+    def _host_on_route(self) -> str:
+        addresses = socket.getaddrinfo(self.probes[0].host, self.probes[0].port, type=socket.SOCK_DGRAM)
+        found = min(addresses, key=lambda each: each[0])  # IPv4, if there is one
         with socket.socket(found[0], socket.SOCK_DGRAM) as probe:  # sends nothing
             probe.connect(found[4])
             return str(probe.getsockname()[0])
