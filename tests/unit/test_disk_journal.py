@@ -5,6 +5,7 @@ import os
 import random
 import shutil
 import socket
+import subprocess
 import threading
 import time
 from types import SimpleNamespace
@@ -257,6 +258,15 @@ def test_disk_directory_in_use_is_refused(tmp_path, pool):
     with DiskTierProcess(pool, options(tmp_path)), DiskTierProcess(pool, options(tmp_path)) as second:
         assert isinstance(second.opened, m.Refused) and "another store uses" in second.opened.reason
         assert second.process.wait(10) == 1
+
+
+def test_disk_refused_again_says_the_same(tmp_path, pool):
+    """The server logs a reason once; the time in it was another one at each attempt."""
+    lines = []
+    for _ in range(2):
+        with DiskTierProcess(pool, options(tmp_path, size=0), stderr=subprocess.PIPE) as tier_process:
+            lines.append(tier_process.process.communicate(timeout=20)[1])
+    assert b"too small" in lines[0] and lines[0] == lines[1]
 
 
 def test_disk_with_smaller_size_keeps_fitting_blocks(tmp_path, pool):

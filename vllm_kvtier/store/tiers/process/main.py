@@ -193,7 +193,8 @@ def main() -> int:
     handler.addFilter(LIMIT)
     logging.basicConfig(
         level=arguments.log_level.upper(),
-        format=f"%(asctime)s %(levelname)s {arguments.kind} tier process: %(message)s",
+        # Without the time, which the server logs: equal reasons are logged once.
+        format=f"%(levelname)s {arguments.kind} tier process: %(message)s",
         handlers=[handler],
     )
     # Ctrl-C in a terminal is for the server, which closes the socket when it is done.
