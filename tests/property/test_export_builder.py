@@ -20,7 +20,7 @@ from vllm.v1.request import RequestStatus
 
 from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.scheduler.context import BlockGeometry
-from vllm_kvtier.scheduler.integrity.checksum_index import ChecksumIndex, ContentKeys
+from vllm_kvtier.scheduler.integrity.checksum_index import ChecksumEntry, ChecksumIndex, ContentKeys
 from vllm_kvtier.scheduler.leases.export_builder import ExportBuilder
 from vllm_kvtier.scheduler.leases.exports import ExportTable, Lease, LeaseKind, Refusal
 from vllm_kvtier.scheduler.leases.lease_client import LeasedBlocks, PendingLease
@@ -341,8 +341,8 @@ class Engine:
         r.request.status = RequestStatus[how]
         self.slide(r)
         tracked = self.matcher.finished(r.request)
-        self.tables.remove(r.request.request_id)
-        export = self.exporter.finished(tracked, tuple(list(ids) for ids in r.tables))
+        table = self.tables.remove(r.request.request_id)
+        export = self.exporter.finished(tracked, tuple(list(ids) for ids in r.tables), table)
         if export is not None:
             self.exports.append((export, r.request))
         if tracked.hints.export_as:
@@ -577,6 +577,9 @@ class Alone:
         request = make_request(name, tokens, HASH_BLOCK_SIZE, params)
         self.tracked[name] = SimpleNamespace(request=request, hints=read(params))
 
+    def finish(self, name, ids):
+        return self.exporter.finished(self.tracked[name], (ids,), self.tables.remove(name))
+
     def step(self, *new):
         """Each of ``new`` (name, block ids) is scheduled for all its tokens; {block: valid} of the sums ordered."""
         scheduled = {n: self.tracked[n].request.num_tokens for n, _ in new}
@@ -599,9 +602,33 @@ def test_unchecksummed_blocks_of_request_join_next_step():
     alone = Alone([1] * (2 * HASH_BLOCK_SIZE + 1))
     assert alone.step(("p", [5, 6, 7])) == {5: HASH_BLOCK_SIZE, 6: HASH_BLOCK_SIZE, 7: 1}
     alone.checksum_index.remove([6, 7])
-    export = alone.exporter.finished(alone.tracked["p"], ([5, 6, 7],))
+    export = alone.finish("p", [5, 6, 7])
     assert export.ready_step == alone.exporter.step + 1
     assert alone.step() == {6: HASH_BLOCK_SIZE, 7: 1}
+
+
+@pytest.mark.parametrize("blocks", [2, 40])
+def test_end_of_prefill_looks_at_no_hash_whose_checksum_a_step_has_entered(blocks, monkeypatch):
+    """Its reader waits meanwhile, and a long prompt has thousands."""
+    ids = list(range(5, 5 + blocks))
+    alone, looked = Alone([1] * (blocks * HASH_BLOCK_SIZE)), []
+    alone.step(("p", ids))
+    keys = ContentKeys(5)
+    monkeypatch.setattr(alone.exporter, "_keys", lambda: SimpleNamespace(
+        of=lambda hashes, *rest: looked.extend(hashes) or keys.of(hashes, *rest), key=keys.key))  # fmt: skip
+    export = alone.finish("p", ids)
+    assert not looked and (export.ready_step, export.pinned, export.tokens) == (1, ids, blocks * HASH_BLOCK_SIZE)
+
+
+def test_end_of_prefill_after_a_reset_looks_at_all_hashes():
+    """Another request has a checksum for one of its blocks since."""
+    alone = Alone([1] * (2 * HASH_BLOCK_SIZE))
+    alone.step(("p", [5, 6]))
+    alone.checksum_index.clear()
+    other = [ChecksumEntry(0, block, 7, HASH_BLOCK_SIZE) for block in (5, 6)]
+    alone.checksum_index.take_missing(other, 1)
+    assert alone.finish("p", [5, 6]).ready_step == 2
+    assert alone.step() == {5: HASH_BLOCK_SIZE, 6: HASH_BLOCK_SIZE}
 
 
 def test_export_builder_pending_checksum_is_dropped_with_its_block():
@@ -609,7 +636,7 @@ def test_export_builder_pending_checksum_is_dropped_with_its_block():
     alone = Alone([1] * (2 * HASH_BLOCK_SIZE))
     alone.step(("p", [5, 6]))
     alone.checksum_index.remove([5, 6])
-    alone.exporter.finished(alone.tracked["p"], ([5, 6],))
+    alone.finish("p", [5, 6])
     alone.table.clear()
     alone.exporter.drain()
     alone.add("other", [0] * HASH_BLOCK_SIZE)
@@ -647,6 +674,6 @@ def test_export_builder_resumed_prompt_has_one_checksum_per_block():
     alone = Alone([1] * (HASH_BLOCK_SIZE + 1))
     alone.tracked["p"].request.append_output_token_ids([1] * HASH_BLOCK_SIZE)
     assert alone.step(("p", [5, 6, 7])) == {5: HASH_BLOCK_SIZE, 6: 1}, "what it generates is not handed off"
-    export = alone.exporter.finished(alone.tracked["p"], ([5, 6, 7],))
+    export = alone.finish("p", [5, 6, 7])
     assert (export.tokens, export.ready_step) == (HASH_BLOCK_SIZE + 1, 1)
     assert alone.step() == {}

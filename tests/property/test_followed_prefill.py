@@ -326,6 +326,26 @@ def test_loads_that_follow_prefills_end_right(groups, seed):
     world.is_clean()
 
 
+def test_checksums_of_stretches_are_entered_before_the_load_ends(monkeypatch):
+    """Its request waits at that end."""
+    world, p = _matched()
+    world.step()
+    marked = []
+    monkeypatch.setattr(world.load.checksum_index, "mark", lambda entry: marked.append(entry.block))
+    while p.state == "loading":
+        before = len(marked)
+        world.prefill_step()
+        world.step()
+        while world.running:
+            world.read()
+            assert not p.bad
+        world.collect()
+        whole = [block for block in p.reads if block != p.tables[0][-1]]
+        assert marked == whole
+    assert before > 0 and len(marked) == p.request.num_tokens // HASH_BLOCK_SIZE
+    world.is_clean()
+
+
 def test_load_that_cannot_be_closed_is_closed_by_a_later_step(monkeypatch):
     """Its next job raises, and so does the job that reports what is missing."""
     world = World(GROUPS[0], 0)

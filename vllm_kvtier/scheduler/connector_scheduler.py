@@ -265,7 +265,7 @@ class KVTierConnectorScheduler(SchedulerParts):
         if self._info.unsupported or self._access.closed or not shared:
             export = None  # no engine could ask for it: pin nothing
         else:
-            export = self._exporter.finished(state, block_ids)
+            export = self._exporter.finished(state, block_ids, table)
         if state.hints.export_as:
             self._exporter.prefill_ended(state.hints.export_as)
         if export is not None or state.hints.export_as:

@@ -65,6 +65,7 @@ class ChecksumIndex:
         """``sizes``: tokens of a whole block, by group."""
         self._sizes = tuple(sizes)
         self._made: dict[int, tuple[int, int, int, int]] = {}  # block id -> (key, valid, step, group)
+        self.clears = 0  # calls of ``clear``
         self.published = False
         self._found: dict[int, int] = {}  # while published: key of a whole block -> block id
         self._others: dict[int, list[int]] = {}  # key -> other blocks with this content
@@ -90,6 +91,12 @@ class ChecksumIndex:
         """The step after which all of ``entries`` are in the table."""
         return max((self._made[e.block][2] for e in entries), default=-1)
 
+    def last_step(self, blocks: list[int], valid: int) -> int | None:
+        """The step after which all of ``blocks``, with ``valid`` tokens each, are in the table; None if one has no such
+        checksum. -1 without blocks."""
+        made = [self._made.get(block, (0, -1, -1, 0)) for block in blocks]
+        return max([each[2] for each in made], default=-1) if all([each[1] == valid for each in made]) else None
+
     def remove(self, blocks: Iterable[int]) -> None:
         """These blocks get new content."""
         if self._made:
@@ -97,6 +104,7 @@ class ChecksumIndex:
                 self._remove(block)
 
     def clear(self) -> None:
+        self.clears += 1
         for block in list(self._made):
             self._remove(block)
 

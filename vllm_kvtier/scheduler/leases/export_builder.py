@@ -166,6 +166,8 @@ class ExportBuilder:
         hashed = min(computed, len(request.block_hashes) * self._hash_block_size)
         if self.kind(state) is LeaseKind.HANDOFF:  # without the tokens that a prefill engine generates
             hashed = min(hashed, request.num_prompt_tokens // self._hash_block_size * self._hash_block_size)
+        if not any(table.checksums_ready):
+            table.clears = self._checksum_index.clears
         tail = None if table.tailed else self._tail_tokens(state, computed)
         table.tailed |= tail is not None
         if tail is None and all(
@@ -244,13 +246,16 @@ class ExportBuilder:
 
     # -- finishing -------------------------------------------------------------------------------------------------
 
-    def finished(self, state: RequestState, block_ids: tuple[list[int], ...]) -> Export | None:
-        """Export a request that ended well; None if it is not to be exported or does not fit."""
+    def finished(
+        self, state: RequestState, block_ids: tuple[list[int], ...], table: Table | None = None
+    ) -> Export | None:
+        """Export a request that ended well; None if it is not to be exported or does not fit. ``table``: of its blocks,
+        whose checksums ``begin_step`` entered; None if that is not known."""
         self._hasten |= bool(self._deferred)
         kind = self.kind(state)
         if kind is None or not vr.ended_well(state.request) or state.hints.export_as in self.unwanted:
             return None
-        export = self._make(state, kind, block_ids)
+        export = self._make(state, kind, block_ids, table)
         if export is None:
             return None
         try:
@@ -264,16 +269,18 @@ class ExportBuilder:
         self._counters.count("exports", kind.value)
         return export
 
-    def _make(self, state: RequestState, kind: LeaseKind, block_ids: tuple[list[int], ...]) -> Export | None:
+    def _make(
+        self, state: RequestState, kind: LeaseKind, block_ids: tuple[list[int], ...], table: Table | None
+    ) -> Export | None:
         request, hash_block_size, handoff = state.request, self._hash_block_size, kind is LeaseKind.HANDOFF
         tokens, ends_with_state = self._exported_tokens(request, handoff, block_ids)
         if not tokens:
             self._counters.count("export_refused", "nothing_computed")
             return None
         entries: list[ChecksumEntry] = []
-        groups, held = [], []
+        groups, held, ready = [], [], -1
         for g, (size, cache_kind) in enumerate(self._groups):
-            ids = list(block_ids[g])[: -(-tokens // size)]
+            ids, first = list(block_ids[g])[: -(-tokens // size)], 0
             if not cache_kind.by_position:
                 last = ids[-1] if ends_with_state else 0
                 ids = self._ids(request, g, ids, 0, tokens // size)
@@ -281,14 +288,17 @@ class ExportBuilder:
                 ids[-1] = last or ids[-1]
             elif not cache_kind.whole_prefix:
                 self._keep_freed(request, g, ids, tokens)
-            entries += self._entries(state, g, ids, 0, tokens // size)
+            elif table is not None and not request.resumable:
+                first, step = self._entered(table, g, ids[: tokens // size])
+                ready = max(ready, step)
+            entries += self._entries(state, g, ids, first, tokens // size)
             if tokens % size:
                 entries += self._tail_entry(state, g, ids, tokens)
             groups.append(GroupBlocks(size, ids, cache_kind))
             held += ids
         # The next step computes the checksums that are missing.
         self._pending += self._checksum_index.take_missing(entries, self.step + 1)
-        ready = self._checksum_index.ready_step(entries)
+        ready = max(ready, self._checksum_index.ready_step(entries))
         hashes = vr.block_hashes(request, tokens, hash_block_size)
         tail = vr.tail_hash(request, tokens, hash_block_size) if tokens % hash_block_size else b""
         seconds = self._config.handoff_seconds if handoff else self._config.retain_seconds
@@ -305,6 +315,13 @@ class ExportBuilder:
             deadline=time.monotonic() + seconds,
             tail=tail,
         )
+
+    def _entered(self, table: Table, g: int, ids: list[int]) -> tuple[int, int]:
+        """(number, step) of the first of these full blocks of group ``g`` that need no look at their hashes:
+        ``begin_step`` entered their checksums, and none was removed since. ``step`` makes the last of these."""
+        done = table.checksums_ready[g]
+        step = self._checksum_index.last_step(ids[:done], self._groups[g].block_tokens)
+        return (0, -1) if step is None or table.clears != self._checksum_index.clears else (min(done, len(ids)), step)
 
     def _exported_tokens(self, request: Any, handoff: bool, block_ids: tuple[list[int], ...]) -> tuple[int, bool]:
         """Tokens to export. Whether they end with the request's own recurrent states, not with those of vLLM's prefix

@@ -28,6 +28,7 @@ class Table:
     groups: Sequence[list[int]]
     request: Any = None  # once it does not run: ``vllm_compat.requests.ended_copy`` of it
     checksums_ready: list[int] = field(default_factory=list)  # per group: blocks before this position are in the index
+    clears: int = -1  # ``ChecksumIndex.clears`` when the first of these was entered
     tailed: bool = False  # the prompt's partial tail is in the index
     stretches_for: bytes = b""  # digest of the prompt, once an engine follows its prefill
     offered: list[int] = field(default_factory=list)  # per group: blocks before this position were offered to the store

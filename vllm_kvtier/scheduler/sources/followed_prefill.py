@@ -319,6 +319,10 @@ class FollowedPrefillSource(PrefillHandoffSource):
             for leased in f.reading:
                 self._lease_client.release(leased, False)
             f.reading = []
+            if not f.failed and state.taken_hit.same_layout and state.life.state is State.LOADING:
+                for entry in state.entries:  # now: the request waits for the load's end
+                    self._context.checksum_index.mark(entry)
+                state.entries = []
         self.grown.append(state.request.request_id)
 
     def on_loaded(self, state: RequestState) -> None:

@@ -104,8 +104,9 @@ def _rows_of_equal_blocks(
     if len(content) < len(ends):  # the last block is partial
         content.append(tail_hash(state, hit.tokens, hash_block_size))
     keyed = keys.of(content, g, lora_fingerprint_of(state.request))
-    valid, theirs = (ends - places * size).astype(np.int32), np.array(hit.blocks[g], np.int64)
-    at = places - hit.start // size
+    skipped = max(0, first - hit.start // size)
+    valid, theirs = (ends - places * size).astype(np.int32), np.array(hit.blocks[g][skipped:], np.int64)
+    at = places - hit.start // size - skipped
     remote, there = np.zeros(len(at), np.int64), (at >= 0) & (at < len(theirs))
     remote[there] = theirs[at[there]]
     new = [ChecksumEntry(g, *row) for row in zip(blocks.tolist(), keyed, valid.tolist(), strict=True)]
