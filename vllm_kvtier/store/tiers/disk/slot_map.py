@@ -4,6 +4,7 @@ The server frees a position first. The tier process must record that before it w
 the old block's name would lead to the new bytes. A discarded or cleared block must be recorded at once.
 """
 
+from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
@@ -33,38 +34,44 @@ class Gone:
     """
 
     def __init__(self) -> None:
-        # By position and name: several blocks of one position may have been freed since the last reply.
-        self._unreported: set[tuple[int, BlockName]] = set()
-        self._reported: set[tuple[int, BlockName]] = set()
-        self._asked: set[tuple[int, BlockName]] = set()  # sent with, or before, the write in flight
-        self.banned: set[tuple[int, BlockName]] = set()
+        # By position and hash of the name: several blocks of one position may have been freed since the last reply.
+        self._unreported: set[tuple[int, int]] = set()
+        self.banned: set[tuple[int, int]] = set()
+        # These numbers in turn. After a clear they are of millions of blocks: to free as many objects takes seconds.
+        self._reported = array("q")
+        self._asked = array("q")  # sent with, or before, the write in flight
 
     def __len__(self) -> int:
         return len(self._unreported)
 
     def add(self, position: int, name: BlockName) -> None:
-        self._unreported.add((position, name))
+        self._unreported.add((position, hash(name)))
 
     def report(self, writing: bool) -> list[int]:
         """Positions for the next message. ``writing``: it is a Write; one is in flight at a time."""
         positions = sorted({position for position, _ in self._unreported})
-        self._reported |= self._unreported
+        for pair in self._unreported:
+            self._reported.extend(pair)
         self._unreported = set()
         if writing:
-            self._asked, self._reported = self._reported, set()
+            self._asked, self._reported = self._reported, array("q")
         return positions
 
     def answered(self, any_good: bool) -> None:
         """The Write was answered. ``any_good``: a block was written, so all removals before it are recorded. They must
         not be sent again, because a new block may be at such a position."""
         if not any_good:
-            self._unreported |= self._asked
-        self._asked = set()
+            self._unreported.update(_pairs(self._asked))
+        self._asked = array("q")
 
     def down(self) -> None:
         """The tier process has ended."""
-        self.banned |= self._asked | self._reported | self._unreported
-        self._unreported, self._reported, self._asked = set(), set(), set()
+        self.banned.update(self._unreported, _pairs(self._reported), _pairs(self._asked))
+        self._unreported, self._reported, self._asked = set(), array("q"), array("q")
+
+
+def _pairs(numbers: "array[int]") -> Iterator[tuple[int, int]]:
+    return zip(numbers[::2], numbers[1::2], strict=True)
 
 
 class SlotMap:
@@ -154,7 +161,7 @@ class SlotMap:
     def _is_valid(self, move: m.Move) -> bool:
         if (
             move.namespace_id not in self._shapes
-            or (move.position, (move.namespace_id, move.group, move.hash)) in self._gone.banned
+            or (move.position, hash((move.namespace_id, move.group, move.hash))) in self._gone.banned
         ):
             return False
         groups = self._shapes[move.namespace_id][1]
