@@ -78,6 +78,13 @@ def test_engine_info_whole_prompt_pooling_is_unsupported(configure, options, wor
     assert (unsupported is None) == works, unsupported
 
 
+def test_engine_info_with_returned_routed_experts_is_unsupported(configure):
+    """vLLM's worker raises for a block whose tokens it has not computed: a hit in a store ended the engine."""
+    config = configure()
+    config.aux_output_config = SimpleNamespace(enabled=True)
+    assert "routed experts" in engine_info(config, cache(FULL)).unsupported
+
+
 def test_engine_info_without_prefix_caching_keeps_handoffs_only(configure):
     facts = engine_info(configure(caching=False), cache(FULL))
     assert facts.unsupported is None and not facts.prefix_caching

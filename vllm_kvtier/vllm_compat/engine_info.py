@@ -174,6 +174,9 @@ def _unsupported(vllm_config: Any, kv_cache_config: Any) -> str | None:
         return reason
     if not kv_cache_config.kv_cache_groups:
         return "this model has no KV cache"
+    # vLLM before 0.31 refuses this with any connector; later ones end when they lack a block's.
+    if (extra := value(vllm_config, "VllmConfig.aux_output_config")) is not None and extra.enabled:
+        return "routed experts are returned, which KV from elsewhere lacks: KV is neither pulled, stored nor loaded"
     ids = followed(kv_cache_config)
     if not ids:
         return "vLLM keeps no prefixes of this model's KV cache: KV is neither pulled, stored nor loaded"

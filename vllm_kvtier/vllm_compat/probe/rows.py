@@ -105,7 +105,10 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "engine's configuration", Feature.ALL, "what the engine is, computes and caches", Side.BOTH,
-        optional={"vllm.config:VllmConfig.num_prefill_lookahead_tokens": Absence(1, since=(0, 32, 0))},
+        optional={
+            "vllm.config:VllmConfig.num_prefill_lookahead_tokens": Absence(1, since=(0, 32, 0)),
+            "vllm.config:VllmConfig.aux_output_config": Absence(None, since=(0, 31, 0)),
+        },
         fields={
             "vllm.config:VllmConfig": "instance_id kv_transfer_config parallel_config model_config scheduler_config "
             "cache_config load_config device_config compilation_config kv_events_config attention_config "
