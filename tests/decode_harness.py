@@ -27,6 +27,7 @@ from vllm.v1.worker import kv_connector_model_runner_mixin as runner
 import vllm_kvtier
 from vllm_kvtier.connector import KVTierConnector
 from vllm_kvtier.wire import messages as m
+from vllm_kvtier.wire.link import LinkPlace
 from vllm_kvtier.worker import connector_worker
 from vllm_kvtier.worker.connector_worker import KVTierConnectorWorker
 from vllm_kvtier.worker.context import CacheSetup
@@ -111,7 +112,9 @@ class Engine:
         self.ours._tables._lot = lot
         self.worker = KVTierConnector(config, KVConnectorRole.WORKER, caches)
         monkeypatch.setattr(connector_worker, "NixlTransport", Transport)
-        side = self.worker._worker = KVTierConnectorWorker(0, "agent", self.worker._link, [], self.worker.containment)
+        side = self.worker._worker = KVTierConnectorWorker(
+            0, "agent", LinkPlace(self.worker._link), [], self.worker.containment
+        )
         monkeypatch.setattr(pull_fakes, "TOKENS", BLOCK)
         view = cache(blocks, 1)
         heads = (m.HeadRange(0, HEADS),)

@@ -15,6 +15,7 @@ import msgspec
 from vllm_kvtier.devtools.clients import PromptTokens, prompt_tokens
 from vllm_kvtier.devtools.engines import Engine
 from vllm_kvtier.errors import PeerRefused
+from vllm_kvtier.wire.auth import ClusterKey
 from vllm_kvtier.wire.client import AsyncEndpointClient
 from vllm_kvtier.wire.messages import Inspection, PrefixLengths
 
@@ -252,11 +253,15 @@ class Driver:
 
 
 @asynccontextmanager
-async def driving(single: Engine, kind: type[Driver] = Driver) -> AsyncIterator[Driver]:
+async def driving(
+    single: Engine, kind: type[Driver] = Driver, key: ClusterKey | None = None
+) -> AsyncIterator[Driver]:
+    """``key``: of the engines."""
     # vLLM's server closes a connection that was idle for 5 seconds; one that is used at that moment breaks.
     limits = httpx.Limits(max_connections=64, keepalive_expiry=2.0)
     timeout = httpx.Timeout(90.0, connect=5.0)
-    async with httpx.AsyncClient(limits=limits, timeout=timeout) as http, AsyncEndpointClient(timeout=5.0) as client:
+    endpoints = AsyncEndpointClient(key, timeout=5.0)
+    async with httpx.AsyncClient(limits=limits, timeout=timeout) as http, endpoints as client:
         yield kind(http, client, single)
 
 

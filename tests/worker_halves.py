@@ -8,7 +8,7 @@ from support import Uncontained, eventually
 
 from vllm_kvtier.jobs.transfer_jobs import PullJob, StepWork
 from vllm_kvtier.wire import link as m
-from vllm_kvtier.wire.link import LinkServer
+from vllm_kvtier.wire.link import LinkPlace, LinkServer
 from vllm_kvtier.wire.reactor import Reactor
 from vllm_kvtier.worker.connector_worker import KVTierConnectorWorker
 from vllm_kvtier.worker.context import CacheSetup, RankContext
@@ -45,7 +45,7 @@ class Half:
         self.server = LinkServer(self.reactor, path, self.heard.append)
         self.reactor.start()
         self.made, self.steps = (
-            KVTierConnectorWorker(0, f"agent{number}", path, ["UCX"], Uncontained(), movable=True),
+            KVTierConnectorWorker(0, f"agent{number}", LinkPlace(path), ["UCX"], Uncontained(), movable=True),
             0,
         )
         self.made.register(CacheSetup(lambda: self.view, memory, lambda view: (0,)))

@@ -37,20 +37,24 @@ from vllm_kvtier.vllm_compat.probe import features
 from vllm_kvtier.vllm_compat.stats import KVTierPromMetrics, KVTierStats, build
 from vllm_kvtier.vllm_compat.worker_info import (
     cache_device,
+    from_first_rank,
     heads,
     in_last_stage,
     rank_in_engine,
     ranks_on_node,
     shards,
+    spans_nodes,
     wants_host_buffer,
 )
-from vllm_kvtier.wire.link import link_path
+from vllm_kvtier.wire.auth import ClusterKey
+from vllm_kvtier.wire.link import LinkPlace, link_path
 from vllm_kvtier.worker.cache_view import CacheView
 from vllm_kvtier.worker.connector_worker import KVTierConnectorWorker
 from vllm_kvtier.worker.context import CacheSetup
 from vllm_kvtier.worker.nixl_pull.encoded_memory import EncodedMemory
 from vllm_kvtier.worker.nixl_pull.exported_memory import CacheMemory
 from vllm_kvtier.worker.nixl_pull.peer_memory import PeerMemory
+from vllm_kvtier.worker.peer_fetch.process_memory import identity
 
 logger = get_logger(__name__)
 
@@ -228,14 +232,11 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         config, cache_config = self._vllm_config, self._kv_cache_config
         rank, device = rank_in_engine(), cache_device(kv_caches)
         self._drafts = self._info.speculates and in_last_stage()
-        self._worker = KVTierConnectorWorker(
-            rank,
-            f"{self._info.engine_id}.{self._info.instance_id}.{rank}",
-            self._link,
-            list(self._options.nixl_backends),
-            self.containment,
-            movable=sleep.possible(config),
-        )
+        try:
+            self._worker = self._make_worker(rank)
+        except KVTierError as error:
+            logger.warning("kvtier: worker: rank %d neither stores nor loads KV: %s", rank, error)
+            return
         if sleep.possible(config):
             sleep.follow(config, self)
         setup = CacheSetup(
@@ -246,6 +247,37 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             shares=self._options.peer_fetch == "auto",
         )
         self._worker.register(setup)
+
+    def _make_worker(self, rank: int) -> KVTierConnectorWorker:
+        """Raises KVTierError if the first rank is on another node, and there is no way to it."""
+        agent, movable = f"{self._info.engine_id}.{self._info.instance_id}.{rank}", sleep.possible(self._vllm_config)
+        options, backends = self._options, list(self._options.nixl_backends)
+
+        def make(link: LinkPlace) -> KVTierConnectorWorker:
+            return KVTierConnectorWorker(rank, agent, link, backends, self.containment, movable)
+
+        if not spans_nodes(self._vllm_config):
+            return make(LinkPlace(self._link))
+        # On another node engine_id and instance_id, and so the path, may be others.
+        first: KVTierConnectorWorker | None = None
+        offer: tuple[str, ...] = ()
+        try:
+            key = ClusterKey.load(options.cluster_key_file) if options.cluster_key_file else None
+            if rank == 0:
+                first = make(LinkPlace(self._link, key, options.endpoint_host.strip("[]") if key else ""))
+                host = (options.advertise_host or options.endpoint_host).strip("[]")
+                relay = f"tcp://[{host}]:{first.relay_port}" if ":" in host else f"tcp://{host}:{first.relay_port}"
+                offer = identity().node, self._link, relay if key else ""
+        finally:
+            offer = from_first_rank(offer)  # the others wait for it
+        if first is not None:
+            return first
+        if not offer:
+            raise KVTierError("the engine's first rank could not be set up; see its log")
+        node, path, relay = offer
+        if node != identity().node and not (relay and key):
+            raise KVTierError("an engine over several nodes needs cluster_key_file on each of them")
+        return make(LinkPlace(path) if node == identity().node else LinkPlace(relay, key))
 
     def _share(self, view: CacheView) -> PeerMemory:
         """The cache as peers read it: raw, mirrored in host memory, or encoded."""

@@ -18,7 +18,7 @@ from vllm_kvtier.jobs.results import PullResult
 from vllm_kvtier.jobs.transfer_jobs import PullJob, StepWork
 from vllm_kvtier.telemetry.stats import Counters
 from vllm_kvtier.wire import link as m
-from vllm_kvtier.wire.link import LinkServer
+from vllm_kvtier.wire.link import LinkPlace, LinkServer
 from vllm_kvtier.wire.reactor import Reactor
 from vllm_kvtier.worker import peer_exchange
 from vllm_kvtier.worker.connector_worker import KVTierConnectorWorker
@@ -264,7 +264,7 @@ def test_worker_setup_waits_for_connector_scheduler(run_dir):
     """It is made when the model is warmed up. Until then vLLM captures CUDA graphs, and whatever another thread
     allocates, pins or loads on the device ends the capture and the engine."""
     path, begun = str(run_dir / "l.sock"), threading.Event()
-    half = KVTierConnectorWorker(0, "agent", path, [], Uncontained())
+    half = KVTierConnectorWorker(0, "agent", LinkPlace(path), [], Uncontained())
 
     def describe():
         begun.set()

@@ -19,7 +19,7 @@ from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.jobs.transfer_jobs import MAX_PEERS_REMEMBERED, ChecksumJob, StepWork
 from vllm_kvtier.wire import link as lm
 from vllm_kvtier.wire import messages as m
-from vllm_kvtier.wire.link import LinkServer
+from vllm_kvtier.wire.link import LinkPlace, LinkServer
 from vllm_kvtier.wire.reactor import Reactor
 from vllm_kvtier.worker import connector_worker as connector_worker_module
 from vllm_kvtier.worker.connector_worker import KVTierConnectorWorker
@@ -371,7 +371,7 @@ class Half:
         path = str(tmp_path / f"{name}.sock")
         self.server = LinkServer(self.reactor, path, self.heard.append)
         self.reactor.start()
-        self.made = KVTierConnectorWorker(0, name, path, list(backends), Uncontained())
+        self.made = KVTierConnectorWorker(0, name, LinkPlace(path), list(backends), Uncontained())
         make = memory or (lambda view: CacheMemory(view, host_buffer=False))
         shards = lambda view: (0,) * len(view.groups)  # noqa: E731
         self.made.register(CacheSetup(lambda: rank.view, make, shards, lambda view: rank.heads))

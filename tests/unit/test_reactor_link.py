@@ -12,8 +12,9 @@ from support import eventually
 
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.wire import link as m
+from vllm_kvtier.wire.auth import ClusterKey
 from vllm_kvtier.wire.dealer import Dealer, SocketEvents
-from vllm_kvtier.wire.link import LinkClient, LinkServer, link_path
+from vllm_kvtier.wire.link import LinkClient, LinkPlace, LinkRelay, LinkServer, link_path
 from vllm_kvtier.wire.reactor import MIN_SWEEP, Reactor, drain
 
 
@@ -269,7 +270,7 @@ def test_link_sends_both_ways_in_either_start_order(runtime):
     path = link_path("engine", "instance")
     up, down = [], [[], []]
     worker_reactors = [Reactor(f"w{i}") for i in range(2)]
-    clients = [LinkClient(r, path, down[i].append) for i, r in enumerate(worker_reactors)]
+    clients = [LinkClient(r, LinkPlace(path), down[i].append) for i, r in enumerate(worker_reactors)]
     for i, r in enumerate(worker_reactors):
         r.start()
         r.call_soon(lambda i=i: clients[i].send(m.ChecksumsReady(i, 7)))  # no listener yet
@@ -289,6 +290,37 @@ def test_link_sends_both_ways_in_either_start_order(runtime):
     for r in (worker_reactors[1], scheduler):
         r.stop()
     assert not os.path.exists(path)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_link_relay_passes_messages_of_workers_with_the_key_only(runtime, tmp_path, host):
+    path, key_file = link_path("engine", "instance"), str(tmp_path / "key")
+    ClusterKey.create(key_file)
+    key = ClusterKey.load(key_file)
+    up, down, reactors = [], [[], [], []], [Reactor(f"w{i}") for i in range(3)]
+    relay = LinkRelay(reactors[0], LinkPlace(path, key, host))
+    endpoint = f"tcp://[{host}]:{relay.port}" if ":" in host else f"tcp://{host}:{relay.port}"
+    met = threading.Event()
+    places = [LinkPlace(path, key, host), LinkPlace(endpoint, key), LinkPlace(endpoint)]  # the last one has no key
+    clients = [LinkClient(r, places[i], down[i].append, met.set if i == 1 else int) for i, r in enumerate(reactors)]
+    for i, r in enumerate(reactors):
+        r.start()
+        r.call_soon(lambda i=i: clients[i].send(m.ChecksumsReady(i, 7)))
+    scheduler = Reactor("s")
+    server = LinkServer(scheduler, path, up.append)  # after the others
+    scheduler.start()
+    assert met.wait(5)
+    eventually(lambda: sorted(x.rank for x in up) == [0, 1])
+    scheduler.call_soon(lambda: server.send(m.Serve(True)))
+    eventually(lambda: down[:2] == [[m.Serve(True)]] * 2)
+    reactors[1].call_soon(lambda: clients[1].send(m.ChecksumsReady(1, 8)))
+    eventually(lambda: m.ChecksumsReady(1, 8) in up)
+    assert not down[2] and all(x.rank != 2 for x in up)
+    reactors[1].stop()  # what is for a worker that is gone is dropped
+    scheduler.call_soon(lambda: server.send(m.Serve(False)))
+    eventually(lambda: down[0][-1] == m.Serve(False))
+    for r in (reactors[0], reactors[2], scheduler):
+        r.stop()
 
 
 def test_link_message_names_all_of_a_pool_of_terabytes():

@@ -18,7 +18,7 @@ from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.jobs.transfer_jobs import PullJob, StepWork
 from vllm_kvtier.wire import link as lm
 from vllm_kvtier.wire import messages as m
-from vllm_kvtier.wire.link import LinkServer
+from vllm_kvtier.wire.link import LinkPlace, LinkServer
 from vllm_kvtier.wire.reactor import Reactor
 from vllm_kvtier.worker.connector_worker import KVTierConnectorWorker
 from vllm_kvtier.worker.context import CacheSetup
@@ -446,7 +446,7 @@ def test_pulls_between_two_workers_end_to_end(tmp_path):
             heard.append([])
             servers.append(LinkServer(reactors[i], path, heard[i].append))
             reactors[i].start()
-            halves.append(KVTierConnectorWorker(0, f"agent{i}", path, ["UCX"], Uncontained()))
+            halves.append(KVTierConnectorWorker(0, f"agent{i}", LinkPlace(path), ["UCX"], Uncontained()))
             halves[i].register(CacheSetup(lambda view=view: view, whole, lambda view: (0,)))
         for h in heard:
             described, registered = eventually(lambda h=h: len(h) == 2 and h, 20)
@@ -515,7 +515,7 @@ def test_pulls_of_unsupported_cache_are_reported_and_fail_at_once(tmp_path):
     reactor, heard = Reactor("s"), []
     LinkServer(reactor, str(tmp_path / "l.sock"), heard.append)
     reactor.start()
-    half = KVTierConnectorWorker(0, "agent", str(tmp_path / "l.sock"), ["UCX"], Uncontained())
+    half = KVTierConnectorWorker(0, "agent", LinkPlace(str(tmp_path / "l.sock")), ["UCX"], Uncontained())
 
     def describe():
         raise KVTierError("no such layout")

@@ -13,7 +13,7 @@ from worker_halves import Half, same
 from vllm_kvtier import codecs
 from vllm_kvtier.jobs.transfer_jobs import StepWork
 from vllm_kvtier.wire import link as m
-from vllm_kvtier.wire.link import LinkServer
+from vllm_kvtier.wire.link import LinkPlace, LinkServer
 from vllm_kvtier.wire.reactor import Reactor
 from vllm_kvtier.worker import connector_worker as connector_worker_module
 from vllm_kvtier.worker.connector_worker import KVTierConnectorWorker
@@ -189,7 +189,7 @@ def test_worker_step_behind_a_reset_does_not_wait_for_setup(tmp_path, slow_setup
 def test_worker_suspended_before_setup_is_set_up_once(tmp_path):
     pytest.importorskip("nixl")
     path, heard, reactor = str(tmp_path / "l.sock"), [], Reactor("s")
-    half = KVTierConnectorWorker(0, "agent", path, ["UCX"], Uncontained())
+    half = KVTierConnectorWorker(0, "agent", LinkPlace(path), ["UCX"], Uncontained())
     try:
         half.register(
             CacheSetup(lambda: cache(12, 0), lambda view: CacheMemory(view, False), lambda view: (0,))

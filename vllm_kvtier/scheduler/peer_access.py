@@ -59,8 +59,8 @@ class PeerAccess:
         if missing and not self.refused:
             self.close(
                 f"{missing} of its {self._info.world_size} workers have not reported, and until then it neither stores "
-                "nor loads KV: engines over several nodes are not supported, and all processes of an engine need the "
-                "same XDG_RUNTIME_DIR"
+                "nor loads KV: all processes of an engine need the same XDG_RUNTIME_DIR, and an engine over several "
+                "nodes a cluster_key_file and an endpoint_host that the other nodes reach"
             )
 
     def on_message(self, message: lm.LinkMessage) -> None:
@@ -106,7 +106,8 @@ class PeerAccess:
             try:
                 self._store.open(identity.namespace, identity.described, identity.codec)
             except ValueError as error:
-                logger.warning("kvtier: serving without the node store: %s", error)
+                logger.warning("kvtier: serving without a store: %s", error)
+                self._store = None
         if len(identity.ranks) == world_size and not self.refused:
             if any(codec != identity.wire_codec for codec in identity.wire_codecs.values()):
                 # Each process resolves "auto"; a record of ``quality`` came in between. The namespace does not name

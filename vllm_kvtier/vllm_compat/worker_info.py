@@ -20,6 +20,22 @@ def rank_in_engine() -> int:
     return get_pp_group().rank_in_group * tp.world_size + tp.rank_in_group
 
 
+def spans_nodes(vllm_config: Any) -> bool:
+    """Whether the engine's ranks may be on several nodes."""
+    parallel = vllm_config.parallel_config
+    return bool(parallel.nnodes > 1 or parallel.use_ray)
+
+
+def from_first_rank(texts: tuple[str, ...]) -> tuple[str, ...]:
+    """The first rank's ``texts``, on all ranks of this replica, which must all call it."""
+    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+    box = [texts]
+    for group in (get_tp_group(), get_pp_group()):  # within its stage, then from the first stage to the others
+        torch.distributed.broadcast_object_list(box, src=group.first_rank, group=group.cpu_group)
+    return box[0]
+
+
 def ranks_on_node(world_size: int, device: torch.device) -> int:
     """Of an engine of ``world_size`` ranks. vLLM's workers see all GPUs that the engine has on their node."""
     return min(world_size, torch.cuda.device_count()) if device.type == "cuda" else world_size

@@ -40,6 +40,11 @@ def limit_connections(socket: zmq.Socket[bytes], max_message: int) -> None:
     size. And end connections of machines that have vanished. Before the socket is connected or bound."""
     socket.setsockopt(zmq.MAXMSGSIZE, max_message)
     socket.setsockopt(zmq.RCVHWM, min(1000, max(1, MAX_RECEIVED_BYTES // max_message)))
+    keep_alive(socket)
+
+
+def keep_alive(socket: zmq.Socket[bytes]) -> None:
+    """End connections of machines that have vanished. Before the socket is connected or bound."""
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
     for option, value in _KEEPALIVE.items():
         socket.setsockopt(option, value)

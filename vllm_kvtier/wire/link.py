@@ -3,6 +3,9 @@
 It carries events that happen between steps or while the engine sleeps, when vLLM's own channels are silent: a worker is
 ready, checksums are computed, peers are reading. Both sides derive the path from the engine's identity. The socket's
 directory has mode 0700.
+
+Of an engine over several nodes the first rank, which is on the scheduler's node, relays for workers of other nodes:
+they reach it by TCP, encrypted with the cluster key.
 """
 
 import hashlib
@@ -10,6 +13,7 @@ import os
 import stat
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +21,8 @@ import msgspec
 import zmq
 
 from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.wire.auth import ClusterKey
+from vllm_kvtier.wire.dealer import keep_alive
 from vllm_kvtier.wire.geometry import GroupView
 from vllm_kvtier.wire.messages import Count, Name, RankInfo, encode
 from vllm_kvtier.wire.reactor import Reactor, drain
@@ -38,12 +44,13 @@ class Described(msgspec.Struct, frozen=True, tag="described"):
     """The layout of a rank's pages, for the node store. Sent before Register, also if NIXL is missing.
 
     ``shards[g]``: number of the part of a group's block that this rank holds. Ranks with equal bytes have equal
-    numbers.
+    numbers. ``node``: where the rank is.
     """
 
     rank: Count
     groups: tuple[GroupView, ...]
     shards: tuple[Count, ...]
+    node: str = ""
 
 
 class PoolSetup(msgspec.Struct, frozen=True, tag="pool_setup"):
@@ -196,11 +203,33 @@ def private_path(identity: str, suffix: str = ".sock") -> str:
     return path
 
 
+@dataclass(frozen=True)
+class LinkPlace:
+    """Where a worker finds the scheduler side: its ``link_path``, or the endpoint of a ``LinkRelay`` with the same key.
+    ``relay_host``: this worker relays, and listens there."""
+
+    endpoint: str
+    key: ClusterKey | None = None
+    relay_host: str = ""
+
+
 def _unbounded(socket: zmq.Socket[bytes]) -> None:
     """Remove ZMQ's limit of 1000 queued messages: a dropped message would leave its receiver waiting. The jobs in
     flight bound the queue."""
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
+
+
+def _dealer(reactor: Reactor, place: LinkPlace) -> zmq.Socket[bytes]:
+    socket = reactor.context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.LINGER, 200)
+    _unbounded(socket)
+    keep_alive(socket)
+    socket.setsockopt(zmq.IPV6, place.endpoint.count(":") > 2)
+    if place.key is not None and not place.endpoint.startswith("/"):
+        place.key.secure_client(socket)
+    socket.connect(f"ipc://{place.endpoint}" if place.endpoint.startswith("/") else place.endpoint)
+    return socket
 
 
 class LinkServer:
@@ -237,15 +266,12 @@ class LinkClient:
     def __init__(
         self,
         reactor: Reactor,
-        path: str,
+        place: LinkPlace,
         on_message: Callable[[LinkMessage], None],
         on_met: Callable[[], object] = lambda: None,
     ):
         self._on_message, self._on_met = on_message, on_met
-        self._socket = reactor.context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 200)
-        _unbounded(self._socket)
-        self._socket.connect(f"ipc://{path}")
+        self._socket = _dealer(reactor, place)
         self._socket.send(_PRESENT)
         reactor.add_socket(self._socket, lambda: drain(self._socket, self._receive))
 
@@ -257,3 +283,33 @@ class LinkClient:
             self._on_met()
             return
         self._on_message(decode_link(frames[-1]))
+
+
+class LinkRelay:
+    """For workers of other nodes, in a process on the scheduler side's node: to that side they are as near as others.
+
+    Listens on ``place.relay_host``, with the key if there is one. Raises zmq.ZMQError if that fails.
+    """
+
+    def __init__(self, reactor: Reactor, place: LinkPlace):
+        self._reactor, self._place, host = reactor, place, place.relay_host
+        self._near: dict[bytes, zmq.Socket[bytes]] = {}  # by worker
+        self._socket = reactor.context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 200)
+        _unbounded(self._socket)
+        keep_alive(self._socket)
+        self._socket.setsockopt(zmq.IPV6, ":" in host)
+        if place.key is not None:
+            reactor.on_stop(place.key.secure_server(self._socket).stop)
+        self.port = self._socket.bind_to_random_port(f"tcp://[{host}]" if ":" in host else f"tcp://{host}")
+        reactor.add_socket(self._socket, lambda: drain(self._socket, self._from_worker))
+
+    def _from_worker(self, frames: list[bytes]) -> None:
+        worker, near = frames[0], self._near.get(frames[0])
+        if near is None:
+            near = self._near[worker] = _dealer(self._reactor, self._place)
+            self._reactor.add_socket(near, lambda: drain(near, lambda answer: self._to_worker(worker, answer[-1])))
+        near.send(frames[-1])
+
+    def _to_worker(self, worker: bytes, frame: bytes) -> None:
+        self._socket.send_multipart([worker, frame], zmq.NOBLOCK)

@@ -14,7 +14,7 @@ from vllm_kvtier.containment import Containment
 from vllm_kvtier.jobs.results import StepResults, failed_result
 from vllm_kvtier.jobs.transfer_jobs import LoadJob, PeerFetchJob, StepWork
 from vllm_kvtier.wire import link as m
-from vllm_kvtier.wire.link import LinkClient
+from vllm_kvtier.wire.link import LinkClient, LinkPlace, LinkRelay
 from vllm_kvtier.wire.reactor import Reactor
 from vllm_kvtier.worker.context import CacheSetup, RankContext
 from vllm_kvtier.worker.device.cpu_threads import stay_on_one_core
@@ -31,15 +31,17 @@ class KVTierConnectorWorker:
         self,
         rank: int,
         agent_name: str,
-        link_path: str,
+        link: LinkPlace,
         backends: list[str],
         containment: Containment,
         movable: bool = False,
     ):
-        """``movable``: vLLM may take the cache's memory away, as in sleep mode."""
+        """``movable``: vLLM may take the cache's memory away, as in sleep mode. Raises zmq.ZMQError if it is to relay
+        for other nodes' workers and cannot listen."""
         self._contain = containment
         self._reactor = Reactor(f"kvtier-worker-{rank}")
-        self._link = LinkClient(self._reactor, link_path, self._on_message, self._on_connected)
+        self._link = LinkClient(self._reactor, link, self._on_message, self._on_connected)
+        self.relay_port = LinkRelay(self._reactor, link).port if link.relay_host else 0
         self._jobs = JobTable()
         self._context = RankContext(rank, self._reactor, self._link.send, self._jobs.finish)
         self._exchange = PeerExchange(

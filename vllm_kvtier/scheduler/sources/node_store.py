@@ -5,10 +5,11 @@ its tokens), the layout of a slot, and the number of pages of the store's memory
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
 
+from vllm_kvtier.codecs import Codec
 from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.logs import get_logger
 from vllm_kvtier.scheduler.context import LoadContext
@@ -32,6 +33,7 @@ from vllm_kvtier.store.options import StoreOptions
 from vllm_kvtier.store.protocol import HASH_BYTES, MAX_HASH_BLOCKS, PAGE, Found, Hello
 from vllm_kvtier.vllm_compat import requests as vr
 from vllm_kvtier.wire import link as m
+from vllm_kvtier.wire import messages as wm
 
 logger = get_logger(__name__)
 
@@ -76,6 +78,14 @@ class NodeStoreSource(StoreSource):
         self._first_hash = whole[0] - 1 if whole else None  # index of the hash of a prompt's first block
 
     # -- reactor's thread ------------------------------------------------------------------------------------------
+
+    def open(
+        self, namespace: wm.Namespace, described: dict[int, m.Described], codec: str | Mapping[str, str] = Codec.RAW
+    ) -> None:
+        nodes = {each.node for each in described.values()}
+        if len(nodes) > 1:
+            raise ValueError(f"its workers are on {len(nodes)} nodes, and a node store serves those of its node")
+        super().open(namespace, described, codec)
 
     def _connect(self, plan: SlotPlan) -> None:
         self._send(m.PoolSetup(self._path, plan.offsets, plan.writes, [codec.name for codec in plan.codecs]))

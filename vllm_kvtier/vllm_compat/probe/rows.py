@@ -207,7 +207,9 @@ ROWS: tuple[Row, ...] = (
     Row(
         "ranks", Feature.ALL, "a worker's place among tensor-parallel ranks and pipeline stages", Side.WORKER,
         calls=((f"{_RANKS}:get_tp_group", 0, ()), (f"{_RANKS}:get_pp_group", 0, ())),
-        sets={f"{_RANKS}:GroupCoordinator": "rank_in_group world_size"},
+        sets={f"{_RANKS}:GroupCoordinator": "rank_in_group world_size cpu_group"},
+        names=(f"{_RANKS}:GroupCoordinator.first_rank",),
+        fields={"vllm.config:ParallelConfig": "nnodes use_ray"},
     ),
     # -- what single features need -------------------------------------------------------------------------------------
     Row(
