@@ -265,9 +265,9 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             key = ClusterKey.load(options.cluster_key_file) if options.cluster_key_file else None
             if rank == 0:
                 first = make(LinkPlace(self._link, key, options.endpoint_host.strip("[]") if key else ""))
-                host = (options.advertise_host or options.endpoint_host).strip("[]")
-                relay = f"tcp://[{host}]:{first.relay_port}" if ":" in host else f"tcp://{host}:{first.relay_port}"
-                offer = identity().node, self._link, relay if key else ""
+                host, port = (options.advertise_host or options.endpoint_host).strip("[]"), first.relay_port
+                relay = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+                offer = identity().node, self._link, relay if port else ""
         finally:
             offer = from_first_rank(offer)  # the others wait for it
         if first is not None:
@@ -276,7 +276,10 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             raise KVTierError("the engine's first rank could not be set up; see its log")
         node, path, relay = offer
         if node != identity().node and not (relay and key):
-            raise KVTierError("an engine over several nodes needs cluster_key_file on each of them")
+            raise KVTierError(
+                "an engine over several nodes needs cluster_key_file on each of them, and an endpoint_host that the first "
+                "one can listen on"
+            )
         return make(LinkPlace(path) if node == identity().node else LinkPlace(relay, key))
 
     def _share(self, view: CacheView) -> PeerMemory:

@@ -161,6 +161,12 @@ def test_store_slots_have_parts_per_pipeline_stage():
     assert ask.poll().nbytes == 2 * max(sizes), "the rank with most bytes is through last"
 
 
+def test_store_is_refused_to_ranks_on_several_nodes():
+    ranks = [m.Described(r, (group_view(0, 16),), (r,), f"node {r}") for r in range(2)]
+    with pytest.raises(ValueError, match="its workers are on 2 nodes"):
+        make_tier(ONE, ranks, hash_block_size=16)
+
+
 def test_store_source_sends_windows_and_block_sizes():
     made = make_tier(HYBRID, hash_block_size=16)
     assert [(g.hash_blocks_per_block, g.window) for g in made.client.hello.groups] == [(2, None), (1, 100)]

@@ -288,7 +288,7 @@ class LinkClient:
 class LinkRelay:
     """For workers of other nodes, in a process on the scheduler side's node: to that side they are as near as others.
 
-    Listens on ``place.relay_host``, with the key if there is one. Raises zmq.ZMQError if that fails.
+    Listens on ``place.relay_host``, with ``place.key``. Raises zmq.ZMQError if it cannot.
     """
 
     def __init__(self, reactor: Reactor, place: LinkPlace):
