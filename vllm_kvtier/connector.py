@@ -277,8 +277,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         node, path, relay = offer
         if node != identity().node and not (relay and key):
             raise KVTierError(
-                "an engine over several nodes needs cluster_key_file on each of them, and an endpoint_host that the first "
-                "one can listen on"
+                "an engine over several nodes needs cluster_key_file on each of them, and an endpoint_host that the "
+                "first one can listen on"
             )
         return make(LinkPlace(path) if node == identity().node else LinkPlace(relay, key))
 
