@@ -265,6 +265,11 @@ class ExportBuilder:
             raise
         if not taken:
             self._counters.count("export_refused", "budget")
+            if kind is LeaseKind.HANDOFF:
+                logger.warning(
+                    "kvtier: a prefill of %d tokens is not handed off: alone it needs more of the KV cache than "
+                    "handoff_share; the decode engine computes it", state.request.num_tokens,
+                )  # fmt: skip
             return None
         self._counters.count("exports", kind.value)
         return export
