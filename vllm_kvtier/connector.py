@@ -176,7 +176,9 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         return hit_sources(self._scheduler.hit_sources(request.request_id, num_external_tokens))
 
     @contained(
-        _SCHEDULER, lambda: StepMetadata(StepWork(-1)), lambda self, output: StepMetadata(self._scheduler.missed_step())
+        _SCHEDULER,
+        lambda: StepMetadata(StepWork(-1)),
+        lambda self, output: StepMetadata(self._scheduler.missed_step(output)),
     )
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         work = self._scheduler.begin_step(scheduler_output)

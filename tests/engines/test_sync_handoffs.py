@@ -8,7 +8,7 @@ import pytest
 from engine_client import Driver, random_tokens, with_sources
 from engine_fixtures import ENGINE_FLAGS, SHORT, TESTS_ON_PATH, start_missing
 from faults import VARIABLE, FaultFile
-from test_following import params_of
+from test_following import params_of, read_early, until_reading
 
 from vllm_kvtier.devtools.engines import Engine, kvtier
 from vllm_kvtier.devtools.processes import free_port, kill_all
@@ -17,6 +17,7 @@ from vllm_kvtier.vllm_compat.probe.row import Feature
 
 pytestmark = pytest.mark.skipif(not granted(Feature.SYNC_LOADS), reason="this vLLM's forward waits for no load")
 SYNCHRONOUS = "vllm:kvtier_synchronous_loads_total"
+STEP = 1100  # tokens of a prompt that the prefill engine computes in a step
 FAILURES = "vllm:kvtier_integrity_failures_total"
 
 
@@ -28,7 +29,9 @@ def engines(model_path, log_dir):
         kv = {**kvtier(extra), "kv_connector": "FaultyConnector", "kv_connector_module_path": "faulty_connector"}
         faults[name] = FaultFile(log_dir / f"{name}.faults")
         env = {**TESTS_ON_PATH, VARIABLE: str(log_dir / f"{name}.faults"), "VLLM_SERVER_DEV_MODE": "1"}
-        made.append(Engine(model_path, name=name, kv=kv, log_dir=log_dir, env=env, **ENGINE_FLAGS))
+        steps = ("--max-num-batched-tokens", str(STEP)) if name == "mapped-P" else ()
+        flags = {**ENGINE_FLAGS, "args": (*ENGINE_FLAGS["args"], *steps)}
+        made.append(Engine(model_path, name=name, kv=kv, log_dir=log_dir, env=env, **flags))
     yield (*made, faults)
     kill_all(made)
 
@@ -88,6 +91,29 @@ async def test_followed_prefill_of_one_step_is_read_synchronously(pair, driver):
         assert reply.pulled == length, reply.report
         assert await loads(driver, d) - before == 1, length
         await driver.assert_right(reply, prompt)
+        await driver.until_no_exports(p)
+
+
+@pytest.mark.parametrize("corrupt", ["", "pages"])
+async def test_last_part_of_followed_prefill_is_read_synchronously(pair, engines, driver, corrupt):
+    """Steps before it are read while the prefill goes on. ``corrupt``: pages of later steps are wrong."""
+    p, d = pair
+    rng, outcome = random.Random(f"last {corrupt}"), "failed" if corrupt else "ok"
+    for length in (3000, 2700, 3300):
+        prompt, before, early = random_tokens(rng, length), await loads(driver, d, outcome), await read_early(driver, d)
+        to_p, to_d = params_of(p)
+        asks = driver.prefill(p, prompt, to_p), driver.ask(d, prompt, 8, to_d)
+        tasks = [asyncio.create_task(each) for each in asks]
+        await until_reading(driver, d, prompt)
+        engines[2]["mapped-P"].set(corrupt=corrupt)
+        reply = (await asyncio.gather(*tasks))[1]
+        engines[2]["mapped-P"].set()
+        await driver.assert_right(reply, prompt)
+        assert await read_early(driver, d) - early >= STEP
+        if corrupt:
+            assert reply.pulled == 0, reply.report
+        else:
+            assert reply.pulled == length and await loads(driver, d) - before == 1, length
         await driver.until_no_exports(p)
 
 

@@ -112,10 +112,9 @@ class Runner:
             state.blocks = list(blocks) if name in cached.resumed_req_ids else state.blocks + list(blocks)
             state.computed = cached.num_computed_tokens[i]
         work = step.kv_connector_metadata.work
-        results, done = self._loads([*work.loads, *work.failed])
+        results, done, bad = self._loads([*work.loads, *work.failed, *work.fetches, *work.pulls])
         sampled = {name: self._compute(name, count) for name, count in step.num_scheduled_tokens.items()}
         names = list(sampled)
-        bad = {block for result in results for block in result.bad_blocks}
         report = WorkerReport(results) if results else None
         kv = KVConnectorOutput(invalid_block_ids=bad, finished_recving=done or None, kv_connector_worker_meta=report)
         return ModelRunnerOutput(
@@ -148,7 +147,7 @@ class Runner:
                 self.loading.remove(order)
                 results.append(self._load(order))
                 done.add(order.request_id)
-        return results, done
+        return results, done, {block for result in results for block in result.bad_blocks}
 
     def _load(self, order):
         rng, bad = self.life.rng, set()
@@ -287,7 +286,7 @@ class Life:
     def schedule(self):
         step = self.scheduler.schedule()
         work = step.kv_connector_metadata.work
-        synchronous = [order for order in (*work.loads, *work.failed) if order.synchronous]
+        synchronous = [order for order in (*work.loads, *work.failed, *work.fetches) if order.synchronous]
         assert bool(synchronous) == step.has_sync_kv_loads and len(synchronous) <= 1
         self.synchronous += len(synchronous)
         self.among += bool(synchronous) and len(step.num_scheduled_tokens) > 1

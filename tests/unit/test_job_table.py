@@ -3,7 +3,7 @@
 from pull_fakes import pull_of
 
 from vllm_kvtier.jobs.results import PullResult
-from vllm_kvtier.jobs.transfer_jobs import PullJob, StepWork
+from vllm_kvtier.jobs.transfer_jobs import PeerFetchJob, PullJob, StepWork
 from vllm_kvtier.worker.job_table import JobTable
 
 
@@ -35,6 +35,19 @@ def test_load_in_parts_that_lost_the_first_fails_with_the_last():
     table.finish(PullResult("r", set(), False, "", 1, 0.1))
     out = table.results()
     assert out.finished == out.failed == {"r"} and out.bad_blocks == {1, 2}
+
+
+def test_load_whose_last_part_is_synchronous_leaves_nothing_that_vllm_waits_for():
+    table = JobTable()
+    part(table, [1, 2], more=True)
+    table.finish(PullResult("r", set(), False, "", 1, 0.1))
+    assert not table.results().finished
+    job = PeerFetchJob("r", "p/1", [pull_of([3, 4], [3, 4])], 1.0, synchronous=True)
+    table.submit(StepWork(2, fetches=[job]))
+    assert not table.outstanding and not table._parts
+    out = table.results()
+    assert [result.reason for result in out.results] == ["the copy was not begun before its step"]
+    assert not out.finished and out.bad_blocks == {3, 4}
 
 
 def test_lost_jobs_are_those_that_were_listed():

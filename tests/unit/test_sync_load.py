@@ -54,6 +54,8 @@ class Planner:
 
 
 class Pool:
+    hash_block_size = 4
+
     def __init__(self, evicted=None):
         self.held, self.evicted = [], evicted
 
@@ -316,6 +318,7 @@ def test_sync_load_blocks_are_not_stored_before_verification(bare):  # noqa: F81
     half._matcher.grown, half._matcher.loaded = [], {}
     output = SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0)
     for awaits, expected in ((True, [growth[0], growth[2]]), (False, growth)):
-        half._sync_load = SimpleNamespace(verification_pending=awaits, drop_unverified_output=lambda: None)
+        half._sync_load = SimpleNamespace(verification_pending=awaits, drop_unverified_output=lambda: None,
+                                           announce=lambda output: None)  # fmt: skip
         KVTierConnectorScheduler.begin_step(half, output)
         assert seen == {"counts": not awaits, "checksums_ready": expected, "stored": expected}

@@ -82,7 +82,7 @@ class Engine:
         self.client, self.planner, self.evicted = Client(), LoadPlanner({"peer_gpu": bandwidth}), []
         self.vllm = SimpleNamespace(
             connector="ours", running=[], requests={}, get_request_counts=lambda: (0, 1),
-            prev_step_scheduled_req_ids=set(),
+            prev_step_scheduled_req_ids=set(), finished_recving_kv_req_ids=set(),
         )  # fmt: skip
         self.pool = Pool(self.evicted)
         sync_load = SyncLoad(milliseconds, 60.0, self.pool, lambda: self.vllm, "ours", self.planner)
@@ -92,8 +92,9 @@ class Engine:
             pool=SimpleNamespace(free_count=lambda: 1000, num_blocks=1000, cached_about=lambda *_: 0),
         )  # fmt: skip
         self.sync_load = sync_load
-        sources = [FollowedPrefillSource, PrefillHandoffSource, RetainedBlocksSource]
-        self.matcher = RequestMatcher(self.load, [source(self.load) for source in sources])
+        lock = SimpleNamespace(known=True, run_when_free=lambda job: job())
+        handoffs = FollowedPrefillSource(self.load, lock), PrefillHandoffSource(self.load)
+        self.matcher = RequestMatcher(self.load, [*handoffs, RetainedBlocksSource(self.load)])
         self.results = load_results(self.load, self.matcher)
         self.leases = 0
 
@@ -242,6 +243,130 @@ def test_followed_prefill_that_goes_on_is_asynchronous(engine):
     job, ids = engine.allocate(request, 0, 40)
     assert not job.synchronous and job.block_list == ids and not engine.planner.loading("peer_gpu")
     engine.end(job)
+    engine.finish(request)
+
+
+def followed(engine, read=True, tokens=42):
+    """(request, answer, vLLM's blocks) of a prefill that goes on, whose first 16 tokens are leased and ``read``."""
+    request = engine.request(tokens, FOLLOWED)
+    assert engine.matcher.match(request, 0) == (None, False)
+    [pending] = engine.client.open
+    engine.client.grant(pending, engine.leased(16, final=False))
+    assert engine.matcher.match(request, 0) == (tokens, True)
+    job, ids = engine.allocate(request, 0, tokens)
+    assert job.more and not job.synchronous
+    request.status, request.num_computed_tokens = RequestStatus.WAITING_FOR_REMOTE_KVS, tokens
+    if read:
+        engine.results.arrived([FetchResult("r", set(), False, "", 1, 0.001)], set())
+    return request, pending, ids
+
+
+def last_part(engine):
+    engine.matcher.collect_jobs()
+    [job] = engine.matcher.take_jobs()[0]
+    assert not job.more
+    return job
+
+
+def test_last_part_of_followed_prefill_is_read_in_the_step_that_computes_its_last_token(engine):
+    request, pending, ids = followed(engine)
+    engine.client.grant(pending, engine.leased(42))
+    assert engine.vllm.finished_recving_kv_req_ids == {"r"}, "vLLM schedules it in the next step"
+    other = engine.request(20, None, "other")
+    assert engine.matcher.match(other, 0) == (None, False), "vLLM's cache will have what is not verified"
+    engine.matcher.allocated(request, (ids,), 0)
+    job, output = last_part(engine), SimpleNamespace(has_sync_kv_loads=False)
+    assert job.synchronous and job.block_list == ids[4:] == engine.pool.held
+    engine.sync_load.announce(output)
+    assert output.has_sync_kv_loads, "or the forward would not wait"
+    assert engine.load.engine.counters.take()["prompt_tokens|handoff"] == 9, "of the first one: it is not verified"
+    engine.end(job)
+    state, counts = engine.matcher.get("r"), engine.load.engine.counters.take()
+    assert (state.life.state, state.report()["pulled_tokens"]) == (State.LOADED, 42)
+    assert (counts["synchronous_loads|ok"], counts["pulled_tokens|handoff"]) == (1, 42)
+    assert [engine.load.checksum_index.knows(block) for block in ids] == [True] * 10 + [False]
+    engine.sync_load.announce(output := SimpleNamespace(has_sync_kv_loads=False))
+    assert not output.has_sync_kv_loads
+    engine.finish(request)
+    engine.finish(other)
+
+
+def busy(engine):
+    engine.vllm.get_request_counts = lambda: (3, 1)
+    engine.planner._cost("peer_gpu").rate = LoadRate(1e3, 1e-6, 1.0)
+
+
+@pytest.mark.parametrize("fields, before", [
+    ({"instance": "a/2"}, None), ({"path": ReadPath.DIRECT}, None), ({}, lambda engine: busy(engine)),
+    ({}, lambda engine: setattr(engine.vllm, "requests", {})), ({}, lambda engine: engine.sync_load._mapped.clear()),
+    ({}, lambda engine: setattr(engine.sync_load, "_seconds", 0.0)),
+])  # fmt: skip
+def test_last_part_of_followed_prefill_is_asynchronous(engine, fields, before):
+    request, pending, ids = followed(engine)
+    if before is not None:
+        before(engine)
+    engine.client.grant(pending, dataclasses.replace(engine.leased(42), **fields))
+    job = last_part(engine)
+    assert not job.synchronous and job.block_list == ids[4:] and not engine.vllm.finished_recving_kv_req_ids
+    engine.end(job)
+    engine.finish(request)
+
+
+def test_last_part_of_followed_prefill_waits_for_no_stretch_that_is_being_read(engine):
+    request, pending, ids = followed(engine, read=False)
+    engine.client.grant(pending, engine.leased(42))
+    job = last_part(engine)
+    assert not job.synchronous and not engine.vllm.finished_recving_kv_req_ids
+    engine.results.arrived([FetchResult("r", set(), False, "", 1, 0.001)], set())
+    engine.end(job)
+    engine.finish(request)
+
+
+@pytest.mark.parametrize("scheduled", [True, False])
+def test_wrong_block_of_last_part_is_computed_from_there_on(engine, scheduled):
+    """vLLM may lack room for the request in the step that reads it: it waits with its blocks then."""
+    request, pending, ids = followed(engine)
+    engine.client.grant(pending, engine.leased(42))
+    request.status, request.num_computed_tokens = RequestStatus.WAITING, 41
+    if scheduled:
+        rolled_back = []
+        engine.vllm.running, engine.vllm._preempt_request = [request], lambda *a, **k: rolled_back.append(a[0])
+    engine.end(last_part(engine), {ids[6]})
+    assert engine.evicted == [bytes(h) for h in request.block_hashes[6:]]
+    assert rolled_back == [request] if scheduled else request.num_computed_tokens == 24
+    assert engine.matcher.get("r").life.state is State.LOCAL
+    engine.finish(request)
+
+
+def test_last_part_that_fails_spoils_no_part_before_it(engine):
+    request, pending, ids = followed(engine)
+    engine.client.grant(pending, engine.leased(42))
+    engine.vllm.running, engine.vllm._preempt_request = [request], lambda *a, **k: None
+    engine.results.arrived([failed_result(last_part(engine), "its engine has ended")], set())
+    assert engine.evicted == [bytes(h) for h in request.block_hashes[4:]]
+    assert not engine.sync_load.is_mapped("a/1")
+    engine.finish(request)
+
+
+def test_abort_before_the_last_part_is_read_releases_all_with_its_step(engine):
+    request, pending, ids = followed(engine)
+    engine.client.grant(pending, engine.leased(42))
+    request.status = RequestStatus.FINISHED_ABORTED
+    engine.matcher.finished(request)
+    assert engine.pool.held and engine.client.held
+    engine.end(last_part(engine))
+
+
+def test_exception_at_the_end_of_a_followed_prefill_fails_what_is_missing(engine, monkeypatch):
+    request, pending, ids = followed(engine)
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.sync_load, "end", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.client.grant(pending, engine.leased(42))
+    engine.matcher._growing[0].grown.append("r")
+    job = last_part(engine)
+    assert isinstance(job, FailedJob) and not job.synchronous and job.block_list == ids[4:]
+    engine.results.arrived([failed_result(job, job.reason)], {"r"})
     engine.finish(request)
 
 

@@ -158,6 +158,7 @@ class KVTierConnectorScheduler(SchedulerParts):
         if synchronous:
             # Contained twice: if the step preempted the request, a failed verification cannot drop its output later.
             self._contain.insist("unverified output", self._sync_load.drop_unverified_output)
+            self._contain.insist("synchronous load", functools.partial(self._sync_load.announce, output))
         checksums: list[ChecksumJob] = []
         if not (self._passive or self._info.unsupported):
             checksums = attempt("step", self._follow, output, synchronous, repair=self._clear_tables) or []
@@ -198,8 +199,9 @@ class KVTierConnectorScheduler(SchedulerParts):
             self._sharing.publish_changes()
         return checksums
 
-    def missed_step(self) -> StepWork:
+    def missed_step(self, output: Any) -> StepWork:
         """In place of ``begin_step``, if it failed as a whole."""
+        self._contain.insist("synchronous load", functools.partial(self._sync_load.announce, output))
         self._contain.insist("unverified output", self._sync_load.drop_unverified_output)
         self._contain.insist("clearing tables", self._clear_tables)
         return self.step_work()

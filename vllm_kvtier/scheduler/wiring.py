@@ -140,7 +140,7 @@ class SchedulerParts(ABC):
         peer_gpu, self._retained = PeerGpuSource(context), RetainedBlocksSource(context)
         self._wire_store(context, peer_gpu)
         self._access = PeerAccess(engine, self._endpoint, self._store, self._offloader, self._sharing)
-        handoffs = FollowedPrefillSource(context), PrefillHandoffSource(context)
+        handoffs = FollowedPrefillSource(context, self._engine.scheduler_lock), PrefillHandoffSource(context)
         sources: list[KVSource | None] = [*handoffs, self._store, peer_gpu, self._retained]
         self._matcher = RequestMatcher(context, [source for source in sources if source is not None])
         self._outcomes = LoadResults(context, self._matcher, self._step_timer, containment, self._form)

@@ -40,8 +40,10 @@ class JobTable:
         """From now on the end of each job is reported, whatever happens."""
         jobs: list[Job] = [*work.loads, *work.fetches, *work.failed, *work.pulls]
         for job in sorted(jobs, key=lambda job: not job.more):  # the last of a load may be in an earlier list
-            if job.synchronous:
+            if job.synchronous:  # vLLM waits for no end of it, and of no load whose last part it is
                 self.sync_loads.due.append(job)
+                self.outstanding.pop(job.request_id, None)
+                self._parts.pop(job.request_id, None)
                 continue
             self.outstanding[job.request_id] = job
             if job.more or job.request_id in self._parts:

@@ -26,6 +26,7 @@ import numpy as np
 from vllm_kvtier.jobs.results import LoadResult
 from vllm_kvtier.jobs.transfer_jobs import FailedJob, LoadJob, PeerFetchJob
 from vllm_kvtier.logs import get_logger
+from vllm_kvtier.scheduler.matching.request_lifecycle import Event
 from vllm_kvtier.scheduler.matching.request_state import RequestState
 from vllm_kvtier.scheduler.planner.load_planner import LoadPlanner
 from vllm_kvtier.scheduler.sources.base import LookupHit
@@ -66,6 +67,7 @@ class SyncLoad:
         self._mapped: set[str] = set()  # engines whose memory the workers have mapped
         self._unverified: RequestState | None = None  # the request whose verification is pending
         self._job: SyncJob | None = None  # its job
+        self._unannounced = False  # vLLM does not know that the step will have it
         self._until = 0.0
         self._pinned: list[int] = []  # the blocks it is loaded into
         self._released: list[int] = []  # the same, while vLLM resets its prefix cache
@@ -101,13 +103,50 @@ class SyncLoad:
             return False
         if self._is_backing_off(cost_key):
             return False
-        nbytes = hit.bytes_from(computed)
-        if tracked == 1 and rollback.alone(self._scheduler()):
+        return self._is_short(state.request, cost_key, hit.bytes_from(computed), hit.instance if hit.mapped else "",
+                              tracked == 1)  # fmt: skip
+
+    def _is_short(self, request: Any, cost_key: str, nbytes: int, instance: str, alone: bool) -> bool:
+        """Whether a step may wait for such a load. ``alone``: the matcher knows no other request."""
+        if alone and rollback.alone(self._scheduler()):
             return self._planner.load_seconds(cost_key, nbytes) <= self._seconds
-        instance = hit.instance if hit.mapped else ""
         if self.short_load_seconds(cost_key, nbytes, instance) is None:
             return False
-        return not rollback.others_wait(self._scheduler(), state.request)
+        return not rollback.others_wait(self._scheduler(), request)
+
+    def may_end(self, state: RequestState, cost_key: str, nbytes: int, instance: str) -> bool:
+        """Whether the rest of this request's asynchronous load may be synchronous, in the next step. ``nbytes`` of it
+        come from the peer ``instance``."""
+        if not self.possible or self.verification_pending or instance not in self._mapped:
+            return False
+        scheduler, request = self._scheduler(), state.request
+        if getattr(request, "resumable", False) or not rollback.serves(scheduler, self._connector):
+            return False
+        if not rollback.waits_for_load(scheduler, request) or self._is_backing_off(cost_key):
+            return False
+        return self._is_short(request, cost_key, nbytes, instance, True)
+
+    def end(
+        self,
+        state: RequestState,
+        job: SyncJob,
+        positions: dict[int, np.ndarray],
+        submit: Callable[[SyncJob], object],
+    ) -> None:
+        """``may_end``: the next step gets the load's last ``job``, for blocks at ``positions`` of the prompt, and vLLM
+        schedules the request in it, if it has room, or later. In either case the job is verified with that step's
+        output."""
+        self.begin(state, job)
+        self._unannounced = True
+        state.positions, state.synchronous = positions, True
+        state.life.fire(Event.ALLOCATE_SYNC)
+        submit(job)
+        rollback.end_load(self._scheduler(), state.request)
+
+    def announce(self, output: Any) -> None:
+        """vLLM does not know that this step has a synchronous load, if it is the rest of an asynchronous one."""
+        if self._unannounced:
+            output.has_sync_kv_loads, self._unannounced = True, False
 
     def _is_backing_off(self, cost_key: str) -> bool:
         return self._backoff_until.get(cost_key, 0.0) > time.monotonic()
@@ -212,6 +251,6 @@ class SyncLoad:
         self._pool.evict((bytes(h) for h in state.request.block_hashes[first:]), load.group)
         scheduler = self._scheduler()
         if scheduler is not None:
-            rollback.preempt_and_recompute(scheduler, state.request)
+            rollback.preempt_and_recompute(scheduler, state.request, first * self._pool.hash_block_size)
         # This preemption must not cause a new lookup: the store's blocks were just tried.
         state.preemptions = getattr(state.request, "num_preemptions", 0)

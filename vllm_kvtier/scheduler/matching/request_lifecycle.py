@@ -33,7 +33,7 @@ class Event(enum.Enum):
     TIMEOUT = "timeout"
     DECLINE = "decline"  # below the threshold, full local hit, no source left
     ALLOCATE = "allocate"
-    ALLOCATE_SYNC = "allocate, load synchronously"  # allocated, for a load that the step's forward waits for
+    ALLOCATE_SYNC = "allocate, load synchronously"  # for a load, or the rest of one, that the step's forward waits for
     LOAD_DONE = "load done"
     LOAD_FAILED = "load failed"
     PREEMPT = "preempt"
@@ -79,6 +79,7 @@ TRANSITIONS: dict[tuple[State, Event], tuple[State, Action]] = {
     (S.ABANDONED, E.LOAD_DONE): (S.GONE, A.RELEASE),
     (S.ABANDONED, E.LOAD_FAILED): (S.GONE, A.RELEASE),
     (S.HIT, E.ALLOCATE_SYNC): (S.VERIFYING, A.NONE),
+    (S.LOADING, E.ALLOCATE_SYNC): (S.VERIFYING, A.NONE),  # its last part
     (S.VERIFYING, E.LOAD_DONE): (S.LOADED, A.RELEASE),
     (S.VERIFYING, E.LOAD_FAILED): (S.LOCAL, A.RELEASE),  # the step is taken back
     (S.VERIFYING, E.FINISH): (S.ABANDONED, A.NONE),  # nothing to stop: such a load ends with its step

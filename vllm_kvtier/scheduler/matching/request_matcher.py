@@ -45,6 +45,8 @@ class RequestMatcher:
         self._looking_ahead = self._source_selector.looking_ahead
         self._growing = [source for source in sources if source.loads_in_parts]
         self.grown = [source.grown for source in self._growing]
+        for source in self._growing:
+            source.submit = lambda job: self._jobs.append(job)
         self._tracked: dict[str, RequestState] = {}
         self._jobs: list[Job | FailedJob] = []
         self._loading_hashes: dict[bytes, str] = {}  # block hash -> request that loads it
@@ -53,7 +55,7 @@ class RequestMatcher:
         self._lease_client = context.lease_client
         self._queued_exports: dict[str, tuple[Address, str]] = {}  # of hand-offs, by request
         self.prefetching = False  # whether a source may have looked up queued requests
-        self.loaded: dict[str, RequestState] = {}  # asynchronously; see ``waiting_tokens``
+        self.loaded: dict[str, RequestState] = {}  # see ``waiting_tokens``
 
     def get(self, request_id: str) -> RequestState | None:
         return self._tracked.get(request_id)
@@ -246,7 +248,8 @@ class RequestMatcher:
         elif state.life.state is State.HIT and external <= 0:
             self._source_selector.decline(state)
         if state.life.state is not State.HIT:
-            self._account(state)
+            if state.life.state is not State.VERIFYING:  # else when it is verified
+                self._account(state)
             return
         state.life.fire(Event.ALLOCATE_SYNC if state.synchronous else Event.ALLOCATE)
         state.allocated_at, hit = time.monotonic(), state.taken_hit
@@ -406,7 +409,7 @@ class RequestMatcher:
         state.entries, state.job, state.positions = [], None, {}
         if abandoned:
             self._tracked.pop(request_id, None)
-        elif not state.synchronous:
+        else:
             self.loaded[request_id] = state
 
     def waiting_tokens(self, scheduled: Container[str]) -> int:

@@ -37,7 +37,7 @@ neither classes nor names.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -202,6 +202,7 @@ class KVSource(ABC):
     others_may_have_it: ClassVar[bool] = False  # after a failed transfer the request is matched anew
     looks_ahead: ClassVar[bool] = False  # it looks up queued requests
     loads_in_parts: ClassVar[bool] = False  # a load may have several jobs: see ``grown``
+    submit: Callable[[Any], object]  # the matcher's, if ``loads_in_parts``: the next step gets this job
     grown: Collection[str] = ()  # requests whose loads may go on; if not empty, ``more_jobs`` is called in each step
     max_hold_seconds: ClassVar[float] = math.inf  # how long a request that waits for blocks may keep its hit
 

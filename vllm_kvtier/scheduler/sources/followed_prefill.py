@@ -8,12 +8,15 @@ missing, and the request goes on from the last verified block.
 
 At most one stretch of a request is being read at a time; what was granted meanwhile is read with the next. The export
 does not wait for a stretch. A stretch's lease goes back when all ranks have read it.
+
+When the export comes and nothing else is being read, the load's last part may be synchronous. For vLLM the load ends
+then: the next step schedules the request and waits for that part, which is verified with its output.
 """
 
 import math
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -36,8 +39,10 @@ from vllm_kvtier.scheduler.sources.base import (
     PendingLookup,
     RequestState,
 )
+from vllm_kvtier.scheduler.sources.peer_lease import PEER_GPU
 from vllm_kvtier.scheduler.sources.prefill_handoff import PrefillHandoffSource
 from vllm_kvtier.shapes.read_paths import ReadPath
+from vllm_kvtier.vllm_compat.hooks.scheduler_lock import SchedulerLock
 from vllm_kvtier.vllm_compat.hooks.step_pause import end_pause
 
 logger = get_logger(__name__)
@@ -90,8 +95,10 @@ class FollowedPrefillSource(PrefillHandoffSource):
 
     loads_in_parts = True
 
-    def __init__(self, context: LoadContext):
+    def __init__(self, context: LoadContext, scheduler_lock: SchedulerLock | None = None):
+        """``scheduler_lock``: None: all of a load that grows is asynchronous."""
         super().__init__(context)
+        self._scheduler_lock = scheduler_lock
         self.grown: deque[str] = deque()  # requests; the reactor appends too
         self._following: dict[str, _Following] = {}
         # Other kinds of groups are read when the prefill has ended: all blocks that a prefix needs exist only then.
@@ -133,6 +140,9 @@ class FollowedPrefillSource(PrefillHandoffSource):
 
     def _has_grown(self, request_id: str) -> None:
         """On the reactor's thread."""
+        f, lock = self._following.get(request_id), self._scheduler_lock
+        if f is not None and f.answer.complete and lock is not None and lock.known:
+            lock.run_when_free(partial(self._end_in_next_step, f))
         self.grown.append(request_id)
         end_pause()
 
@@ -218,6 +228,29 @@ class FollowedPrefillSource(PrefillHandoffSource):
         assert job is not None, "there is a grant"
         self._following[state.request.request_id] = f
         return job
+
+    def _end_in_next_step(self, f: _Following) -> None:
+        """Between two calls of vLLM's scheduler: have the next step schedule the request and read the export, if all
+        before it has been read and the step may wait for the rest."""
+        state, sync_load, given = f.state, self._context.sync_load, f.given
+        if f.closed or f.aborted or f.failed or f.results or given >= f.tokens:
+            return
+        grants, sizes = f.answer.grants[f.used :], tuple(size for size, _ in self._geometry.groups)
+        last, same = grants[-1], state.taken_hit.instance
+        if last.path is not ReadPath.MAPPED or last.instance != same or (last.block_tokens or sizes) != sizes:
+            return
+        nbytes = last.nbytes * (f.tokens - given) // max(1, last.tokens - last.start)
+        if not (self._are_sound(state.pending, grants, given) and sync_load.may_end(state, PEER_GPU, nbytes, same)):
+            return
+        job = self._read(f, [last], len(grants), more=False)
+        assert isinstance(job, PeerFetchJob)
+        try:
+            positions = job_builder.positions(self._geometry, f.block_ids, given, f.tokens)
+            sync_load.end(state, job, positions, self.submit)
+        except Exception:  # the load ends as it is
+            f.given, f.failed, f.closed, f.results = given, True, False, 0
+            raise
+        state.hit = replace(state.taken_hit, grows=False)
 
     def more_jobs(self) -> Iterable[Job | FailedJob]:
         while self.grown:

@@ -67,13 +67,27 @@ def drop_output(request: Any) -> None:
         request.drop_stale_output = True
 
 
-def preempt_and_recompute(scheduler: Any, request: Any) -> None:
+def waits_for_load(scheduler: Any, request: Any) -> bool:
+    """Whether vLLM waits for the end of this request's asynchronous load."""
+    return request.status is RequestStatus.WAITING_FOR_REMOTE_KVS and request.request_id in scheduler.requests
+
+
+def end_load(scheduler: Any, request: Any) -> None:
+    """Have the next step take the request's asynchronous load for one that has ended well. Between two calls of the
+    scheduler."""
+    scheduler.finished_recving_kv_req_ids.add(request.request_id)
+
+
+def preempt_and_recompute(scheduler: Any, request: Any, tokens: int = 0) -> None:
     """Roll back a running request while the scheduler reads a step's output; one that was preempted or ended has
-    nothing to roll back. Remove its unverified blocks from the prefix cache before.
+    nothing to roll back. Remove its unverified blocks from the prefix cache before. ``tokens``: what is right; one that
+    waits with its blocks goes on from there.
 
     With ``kv_load_failure_policy`` "fail" vLLM has ended the request before this call.
     """
     if request not in scheduler.running:
+        if not request.is_finished():
+            request.num_computed_tokens = min(request.num_computed_tokens, tokens)
         return
     scheduler.running.remove(request)
     # Output in flight was computed on bad blocks and must not be delivered.
