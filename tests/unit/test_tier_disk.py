@@ -266,6 +266,18 @@ def test_disk_tier_failed_write_stops_writes_until_reopened():
     assert b.tier.writable
 
 
+def test_disk_tier_that_is_always_read_is_opened_again_too():
+    b = Bench()
+    b.write(blocks_of(1))
+    b.write(blocks_of(2, after=1), answer=False)
+    b.tier_process.answer([False], error="the file system is full", writable=False)
+    b.read(b.find(1), blocks_of(1))
+    b.reactor.run(d.REOPEN_BACKOFF[0] + d.REOPEN_TRIES - 2)
+    assert b.tier_process.state == READY
+    b.reactor.run(2)
+    assert b.tier_process.state != READY and "opened again" in b.tier_process.reason
+
+
 def test_disk_tier_that_opens_read_only_is_opened_again_until_it_is_writable():
     b = Bench(up=False)
     for backoff in d.REOPEN_BACKOFF[0], 2 * d.REOPEN_BACKOFF[0]:

@@ -29,6 +29,7 @@ PREALLOCATE_RATE = 50e6  # bytes/s; file systems without fallocate write zeros
 OPEN_RATE = 1e9  # bytes/s: the journal of four million blocks is read and sorted in 8 s of a core, which others use too
 WRITE_BACKOFF = 1.0, 60.0  # first and longest time without writes after a failed one, in seconds
 REOPEN_BACKOFF = 300.0, 3600.0  # first and longest time until a read-only tier is opened again, in seconds
+REOPEN_TRIES = 60  # one a second, to do so while nothing is read; a busy disk always is
 MAX_GONE = 1 << 20  # positions per message
 # Of memory, for each page of a full disk: two in its process, and 700 bytes, here and there, for each block (measured,
 # Python 3.11), here of 1.4 MB.
@@ -249,10 +250,10 @@ class DiskTier(mv.ProcessTier):
         seconds, self._reopen_backoff = self._reopen_backoff, min(2 * self._reopen_backoff, REOPEN_BACKOFF[1])
         self._stop_writes(reason, seconds, self._reopen)
 
-    def _reopen(self) -> None:
+    def _reopen(self, tries: int = REOPEN_TRIES) -> None:
         self._again = None
-        if self._reads.under_way:
-            self._again = self._reactor.call_later(WRITE_BACKOFF[0], self._reopen)
+        if self._reads.under_way and tries:
+            self._again = self._reactor.call_later(WRITE_BACKOFF[0], lambda: self._reopen(tries - 1))
         else:
             self._tier_process.back_off(f"it is opened again because it was read only: {self._no_writes}")
 
