@@ -2,6 +2,7 @@
 
 import os
 import select
+import socket
 import stat
 import threading
 import time
@@ -9,6 +10,7 @@ import time
 import pytest
 import zmq
 from support import eventually
+from zmq.utils.monitor import recv_monitor_message
 
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.wire import link as m
@@ -321,6 +323,34 @@ def test_link_relay_passes_messages_of_workers_with_the_key_only(runtime, tmp_pa
     eventually(lambda: down[0][-1] == m.Serve(False))
     for r in (reactors[0], reactors[2], scheduler):
         r.stop()
+
+
+def test_link_relay_finds_a_worker_again_whose_connection_was_cut(runtime, tmp_path):
+    """The worker of an idle engine sends nothing afterwards."""
+    path, key_file = link_path("engine", "instance"), str(tmp_path / "key")
+    ClusterKey.create(key_file)
+    key, down, met = ClusterKey.load(key_file), [], threading.Event()
+    reactors = [Reactor("first"), Reactor("far"), Reactor("s")]
+    relay = LinkRelay(reactors[0], LinkPlace(path, key, "127.0.0.1"))
+    monitor = relay._socket.get_monitor_socket(zmq.EVENT_ACCEPTED)
+    server = LinkServer(reactors[2], path, lambda message: None)
+    LinkClient(reactors[1], LinkPlace(f"tcp://127.0.0.1:{relay.port}", key), down.append, met.set)
+    for each in reactors:
+        each.start()
+    assert met.wait(5)
+    with socket.socket(fileno=os.dup(recv_monitor_message(monitor)["value"])) as connection:
+        connection.shutdown(socket.SHUT_RDWR)
+    assert monitor.poll(5000)  # the worker is back
+
+    def reaches_it() -> bool:
+        reactors[2].call_soon(lambda: server.send(m.Serve(True)))
+        return bool(down)
+
+    eventually(reaches_it)
+    assert len(server._workers) == 1
+    relay._socket.disable_monitor()
+    for each in reactors:
+        each.stop()
 
 
 def test_link_message_names_all_of_a_pool_of_terabytes():

@@ -223,6 +223,7 @@ def _unbounded(socket: zmq.Socket[bytes]) -> None:
 def _dealer(reactor: Reactor, place: LinkPlace) -> zmq.Socket[bytes]:
     socket = reactor.context.socket(zmq.DEALER)
     socket.setsockopt(zmq.LINGER, 200)
+    socket.setsockopt(zmq.IDENTITY, os.urandom(16))  # a new connection is still this worker's
     _unbounded(socket)
     keep_alive(socket)
     socket.setsockopt(zmq.IPV6, place.endpoint.count(":") > 2)
@@ -296,6 +297,7 @@ class LinkRelay:
         self._near: dict[bytes, zmq.Socket[bytes]] = {}  # by worker
         self._socket = reactor.context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 200)
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         _unbounded(self._socket)
         keep_alive(self._socket)
         self._socket.setsockopt(zmq.IPV6, ":" in host)
