@@ -7,6 +7,7 @@ import sys
 from functools import partial
 from typing import Any
 
+import zmq
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 
 from vllm_kvtier.codecs import choice
@@ -47,7 +48,7 @@ from vllm_kvtier.vllm_compat.worker_info import (
     wants_host_buffer,
 )
 from vllm_kvtier.wire.auth import ClusterKey
-from vllm_kvtier.wire.link import LinkPlace, link_path
+from vllm_kvtier.wire.link import LinkPlace, LinkRelay, link_path
 from vllm_kvtier.worker.cache_view import CacheView
 from vllm_kvtier.worker.connector_worker import KVTierConnectorWorker
 from vllm_kvtier.worker.context import CacheSetup
@@ -84,6 +85,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._link = link_path(self._info.engine_id, self._info.instance_id)
         self._scheduler: KVTierConnectorScheduler | None = None
         self._worker: KVTierConnectorWorker | None = None
+        self._relay: LinkRelay | None = None
         self._step: StepResults | None = None  # of the last step, if anything ended in it
         self._collected: StepMetadata | None = None  # of the step that ``_step`` has the results of
         self._limits_hits = False
@@ -229,16 +231,20 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @contained()
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        if self._info.unsupported:
-            return
         config, cache_config = self._vllm_config, self._kv_cache_config
+        link = self._find_link() if spans_nodes(config) else LinkPlace(self._link)
+        if link is None or self._info.unsupported:
+            return
         rank, device = rank_in_engine(), cache_device(kv_caches)
         self._drafts = self._info.speculates and in_last_stage()
-        try:
-            self._worker = self._make_worker(rank)
-        except KVTierError as error:
-            logger.warning("kvtier: worker: rank %d neither stores nor loads KV: %s", rank, error)
-            return
+        self._worker = KVTierConnectorWorker(
+            rank,
+            f"{self._info.engine_id}.{self._info.instance_id}.{rank}",
+            link,
+            list(self._options.nixl_backends),
+            self.containment,
+            movable=sleep.possible(config),
+        )
         if sleep.possible(config):
             sleep.follow(config, self)
         setup = CacheSetup(
@@ -250,39 +256,45 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         )
         self._worker.register(setup)
 
-    def _make_worker(self, rank: int) -> KVTierConnectorWorker:
-        """Raises KVTierError if the first rank is on another node, and there is no way to it."""
-        agent, movable = f"{self._info.engine_id}.{self._info.instance_id}.{rank}", sleep.possible(self._vllm_config)
-        options, backends = self._options, list(self._options.nixl_backends)
+    def _find_link(self) -> LinkPlace | None:
+        """The way to the scheduler side, which is on the first rank's node, of an engine that may be on several nodes.
+        On another one the ids that its path is made of may be others. None: there is no way.
 
-        def make(link: LinkPlace) -> KVTierConnectorWorker:
-            return KVTierConnectorWorker(rank, agent, link, backends, self.containment, movable)
-
-        if not spans_nodes(self._vllm_config):
-            return make(LinkPlace(self._link))
-        # On another node engine_id and instance_id, and so the path, may be others.
-        first: KVTierConnectorWorker | None = None
-        offer: tuple[str, ...] = ()
+        All ranks must come here: each waits for the first one.
+        """
+        key, offer = None, ("", "", "")
         try:
-            key = ClusterKey.load(options.cluster_key_file) if options.cluster_key_file else None
-            if rank == 0:
-                first = make(LinkPlace(self._link, key, options.endpoint_host.strip("[]") if key else ""))
-                host, port = (options.advertise_host or options.endpoint_host).strip("[]"), first.relay_port
-                relay = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
-                offer = identity().node, self._link, relay if port else ""
+            if self._options.cluster_key_file:
+                key = ClusterKey.load(self._options.cluster_key_file)
+            if rank_in_engine() == 0 and not self._info.unsupported:
+                offer = identity().node, self._link, self._open_relay(key)
+        except KVTierError as error:
+            logger.warning("kvtier: worker: not set up: %s", error)
         finally:
-            offer = from_first_rank(offer)  # the others wait for it
-        if first is not None:
-            return first
-        if not offer:
-            raise KVTierError("the engine's first rank could not be set up; see its log")
-        node, path, relay = offer
-        if node != identity().node and not (relay and key):
-            raise KVTierError(
-                "an engine over several nodes needs cluster_key_file on each of them, and an endpoint_host that the "
-                "first one can listen on"
+            node, path, relay = from_first_rank(offer)
+        if node == identity().node:
+            return LinkPlace(path)
+        if relay and key is not None:
+            return LinkPlace(relay, key)
+        if node:
+            logger.warning(
+                "kvtier: worker: not set up: an engine over several nodes needs cluster_key_file on each of them, and "
+                "an endpoint_host that the first one can listen on"
             )
-        return make(LinkPlace(path) if node == identity().node else LinkPlace(relay, key))
+        return None
+
+    def _open_relay(self, key: ClusterKey | None) -> str:
+        """Its endpoint; "" without a key, or if it cannot listen. Only workers of other nodes need it."""
+        host = self._options.endpoint_host.strip("[]")
+        if key is None:
+            return ""
+        try:
+            self._relay = LinkRelay(self._link, host, key)
+        except zmq.ZMQError as error:
+            logger.warning("kvtier: worker: no workers of other nodes can connect to %s: %s", host, error)
+            return ""
+        host = (self._options.advertise_host or host).strip("[]")
+        return f"tcp://[{host}]:{self._relay.port}" if ":" in host else f"tcp://{host}:{self._relay.port}"
 
     def _share(self, view: CacheView) -> PeerMemory:
         """The cache as peers read it: raw, mirrored in host memory, or encoded."""
@@ -384,6 +396,6 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         return KVTierPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
-        for side in (self._scheduler, self._worker):
+        for side in (self._scheduler, self._worker, self._relay):
             if side is not None:
                 self.containment.attempt("shutdown", side.shutdown)

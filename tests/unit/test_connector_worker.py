@@ -260,18 +260,6 @@ def test_poll_raises_pull_result_is_reported_and_error_counted(half):
     assert half._jobs._done == ["its result"] and half._reactor.errors == 1
 
 
-def test_worker_that_cannot_listen_for_other_nodes_works(run_dir):
-    path = str(run_dir / "l.sock")
-    half = KVTierConnectorWorker(0, "agent", LinkPlace(path, None, "203.0.113.1"), [], Uncontained())  # no address here
-    assert half.relay_port == 0
-    reactor = Reactor("scheduler")
-    LinkServer(reactor, path, [].append)
-    reactor.start()
-    eventually(lambda: half._connected)
-    half.shutdown()
-    reactor.stop()
-
-
 def test_worker_setup_waits_for_connector_scheduler(run_dir):
     """It is made when the model is warmed up. Until then vLLM captures CUDA graphs, and whatever another thread
     allocates, pins or loads on the device ends the capture and the engine."""

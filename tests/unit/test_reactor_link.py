@@ -300,10 +300,10 @@ def test_link_relay_passes_messages_of_workers_with_the_key_only(runtime, tmp_pa
     ClusterKey.create(key_file)
     key = ClusterKey.load(key_file)
     up, down, reactors = [], [[], [], []], [Reactor(f"w{i}") for i in range(3)]
-    relay = LinkRelay(reactors[0], LinkPlace(path, key, host))
+    relay = LinkRelay(path, host, key)
     endpoint = f"tcp://[{host}]:{relay.port}" if ":" in host else f"tcp://{host}:{relay.port}"
     met = threading.Event()
-    places = [LinkPlace(path, key, host), LinkPlace(endpoint, key), LinkPlace(endpoint)]  # the last one has no key
+    places = [LinkPlace(path), LinkPlace(endpoint, key), LinkPlace(endpoint)]  # the last one has no key
     clients = [LinkClient(r, places[i], down[i].append, met.set if i == 1 else int) for i, r in enumerate(reactors)]
     for i, r in enumerate(reactors):
         r.start()
@@ -323,6 +323,15 @@ def test_link_relay_passes_messages_of_workers_with_the_key_only(runtime, tmp_pa
     eventually(lambda: down[0][-1] == m.Serve(False))
     for r in (reactors[0], reactors[2], scheduler):
         r.stop()
+    relay.shutdown()
+
+
+def test_link_relay_that_cannot_listen_leaves_nothing(tmp_path):
+    key_file, threads = str(tmp_path / "key"), threading.active_count()
+    ClusterKey.create(key_file)
+    with pytest.raises(zmq.ZMQError):
+        LinkRelay("/nowhere", "203.0.113.1", ClusterKey.load(key_file))  # no address of this machine
+    assert threading.active_count() == threads
 
 
 def test_link_relay_finds_a_worker_again_whose_connection_was_cut(runtime, tmp_path):
@@ -330,11 +339,11 @@ def test_link_relay_finds_a_worker_again_whose_connection_was_cut(runtime, tmp_p
     path, key_file = link_path("engine", "instance"), str(tmp_path / "key")
     ClusterKey.create(key_file)
     key, down, met = ClusterKey.load(key_file), [], threading.Event()
-    reactors = [Reactor("first"), Reactor("far"), Reactor("s")]
-    relay = LinkRelay(reactors[0], LinkPlace(path, key, "127.0.0.1"))
+    reactors = [Reactor("far"), Reactor("s")]
+    relay = LinkRelay(path, "127.0.0.1", key)
     monitor = relay._socket.get_monitor_socket(zmq.EVENT_ACCEPTED)
-    server = LinkServer(reactors[2], path, lambda message: None)
-    LinkClient(reactors[1], LinkPlace(f"tcp://127.0.0.1:{relay.port}", key), down.append, met.set)
+    server = LinkServer(reactors[1], path, lambda message: None)
+    LinkClient(reactors[0], LinkPlace(f"tcp://127.0.0.1:{relay.port}", key), down.append, met.set)
     for each in reactors:
         each.start()
     assert met.wait(5)
@@ -343,7 +352,7 @@ def test_link_relay_finds_a_worker_again_whose_connection_was_cut(runtime, tmp_p
     assert monitor.poll(5000)  # the worker is back
 
     def reaches_it() -> bool:
-        reactors[2].call_soon(lambda: server.send(m.Serve(True)))
+        reactors[1].call_soon(lambda: server.send(m.Serve(True)))
         return bool(down)
 
     eventually(reaches_it)
@@ -351,6 +360,7 @@ def test_link_relay_finds_a_worker_again_whose_connection_was_cut(runtime, tmp_p
     relay._socket.disable_monitor()
     for each in reactors:
         each.stop()
+    relay.shutdown()
 
 
 def test_link_message_names_all_of_a_pool_of_terabytes():

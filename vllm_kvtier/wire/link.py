@@ -205,12 +205,10 @@ def private_path(identity: str, suffix: str = ".sock") -> str:
 
 @dataclass(frozen=True)
 class LinkPlace:
-    """Where a worker finds the scheduler side: its ``link_path``, or the endpoint of a ``LinkRelay`` with the same key.
-    ``relay_host``: this worker relays, and listens there."""
+    """Where a worker finds the scheduler side: its ``link_path``, or the endpoint of a ``LinkRelay`` with this key."""
 
     endpoint: str
     key: ClusterKey | None = None
-    relay_host: str = ""
 
 
 def _unbounded(socket: zmq.Socket[bytes]) -> None:
@@ -227,7 +225,7 @@ def _dealer(reactor: Reactor, place: LinkPlace) -> zmq.Socket[bytes]:
     _unbounded(socket)
     keep_alive(socket)
     socket.setsockopt(zmq.IPV6, place.endpoint.count(":") > 2)
-    if place.key is not None and not place.endpoint.startswith("/"):
+    if place.key is not None:
         place.key.secure_client(socket)
     socket.connect(f"ipc://{place.endpoint}" if place.endpoint.startswith("/") else place.endpoint)
     return socket
@@ -289,22 +287,31 @@ class LinkClient:
 class LinkRelay:
     """For workers of other nodes, in a process on the scheduler side's node: to that side they are as near as others.
 
-    Listens on ``place.relay_host``, with ``place.key``. Raises zmq.ZMQError if it cannot.
+    ``path``: the scheduler side's. Listens on ``host`` for holders of the key; raises zmq.ZMQError if it cannot.
     """
 
-    def __init__(self, reactor: Reactor, place: LinkPlace):
-        self._reactor, self._place, host = reactor, place, place.relay_host
+    def __init__(self, path: str, host: str, key: ClusterKey):
+        self._reactor, self._place = Reactor("kvtier-relay"), LinkPlace(path)
         self._near: dict[bytes, zmq.Socket[bytes]] = {}  # by worker
-        self._socket = reactor.context.socket(zmq.ROUTER)
+        self._socket = self._reactor.context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 200)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         _unbounded(self._socket)
         keep_alive(self._socket)
         self._socket.setsockopt(zmq.IPV6, ":" in host)
-        if place.key is not None:
-            reactor.on_stop(place.key.secure_server(self._socket).stop)
-        self.port = self._socket.bind_to_random_port(f"tcp://[{host}]" if ":" in host else f"tcp://{host}")
-        reactor.add_socket(self._socket, lambda: drain(self._socket, self._from_worker))
+        authenticator = key.secure_server(self._socket)
+        try:
+            self.port = self._socket.bind_to_random_port(f"tcp://[{host}]" if ":" in host else f"tcp://{host}")
+        except zmq.ZMQError:
+            authenticator.stop()
+            self._socket.close()
+            raise
+        self._reactor.on_stop(authenticator.stop)
+        self._reactor.add_socket(self._socket, lambda: drain(self._socket, self._from_worker))
+        self._reactor.start()
+
+    def shutdown(self) -> None:
+        self._reactor.stop()
 
     def _from_worker(self, frames: list[bytes]) -> None:
         worker, near = frames[0], self._near.get(frames[0])

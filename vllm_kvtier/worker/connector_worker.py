@@ -9,14 +9,12 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-import zmq
 
 from vllm_kvtier.containment import Containment
 from vllm_kvtier.jobs.results import StepResults, failed_result
 from vllm_kvtier.jobs.transfer_jobs import LoadJob, PeerFetchJob, StepWork
-from vllm_kvtier.logs import get_logger
 from vllm_kvtier.wire import link as m
-from vllm_kvtier.wire.link import LinkClient, LinkPlace, LinkRelay
+from vllm_kvtier.wire.link import LinkClient, LinkPlace
 from vllm_kvtier.wire.reactor import Reactor
 from vllm_kvtier.worker.context import CacheSetup, RankContext
 from vllm_kvtier.worker.device.cpu_threads import stay_on_one_core
@@ -26,8 +24,6 @@ from vllm_kvtier.worker.nixl_pull.nixl_transport import NixlTransport
 from vllm_kvtier.worker.peer_exchange import PeerExchange
 from vllm_kvtier.worker.remote_store.remote_store_worker import RemoteStoreWorker
 from vllm_kvtier.worker.store.store_worker import StoreWorker
-
-logger = get_logger(__name__)
 
 
 class KVTierConnectorWorker:
@@ -44,7 +40,6 @@ class KVTierConnectorWorker:
         self._contain = containment
         self._reactor = Reactor(f"kvtier-worker-{rank}")
         self._link = LinkClient(self._reactor, link, self._on_message, self._on_connected)
-        self.relay_port = self._open_relay(link) if link.relay_host else 0
         self._jobs = JobTable()
         self._context = RankContext(rank, self._reactor, self._link.send, self._jobs.finish)
         self._exchange = PeerExchange(
@@ -64,14 +59,6 @@ class KVTierConnectorWorker:
         self._idle = False  # whether the last step computes nothing
         self._reactor.call_soon(stay_on_one_core)  # the model has the others
         self._reactor.start()
-
-    def _open_relay(self, link: LinkPlace) -> int:
-        """Its port; 0 if it cannot listen. Only workers of other nodes, if there are any, need it."""
-        try:
-            return LinkRelay(self._reactor, link).port
-        except zmq.ZMQError as error:
-            logger.warning("kvtier: worker: no workers of other nodes can connect to %s: %s", link.relay_host, error)
-            return 0
 
     # -- model runner's thread -------------------------------------------------------------------------------------
 
