@@ -64,10 +64,10 @@ def test_lifecycle_every_state_is_left_by_finish():
     # A load within a step ends with it, whatever becomes of the request.
     assert TRANSITIONS[State.VERIFYING, Event.FINISH] == (State.ABANDONED, Action.NONE)
     # While the workers read, nothing may give the lease back but their own report.
-    for reading in (State.LOADING, State.VERIFYING):
-        assert {event for state, event in TRANSITIONS if state is reading} == {
-            Event.LOAD_DONE, Event.LOAD_FAILED, Event.FINISH,
-        }  # fmt: skip
+    reported = {Event.LOAD_DONE, Event.LOAD_FAILED, Event.FINISH}
+    for reading, last_part in ((State.LOADING, {Event.ALLOCATE_SYNC}), (State.VERIFYING, set())):
+        assert {event for state, event in TRANSITIONS if state is reading} == reported | last_part
+    assert TRANSITIONS[State.LOADING, Event.ALLOCATE_SYNC] == (State.VERIFYING, Action.NONE)
 
 
 def test_lifecycle_undefined_transition_is_ignored_and_counted(caplog):

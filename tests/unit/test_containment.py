@@ -161,7 +161,7 @@ def test_connector_methods_called_by_vllm_are_contained():
 @pytest.fixture
 def connector(contain):
     made = KVTierConnector.__new__(KVTierConnector)
-    made.containment, made.counters, made._worker = contain, contain._counters, None
+    made.containment, made.counters, made._worker, made._relay = contain, contain._counters, None, None
     made._info = SimpleNamespace(reports_failed_requests=False, kv_events_enabled=True)
     made._marks_failures = False
     names = [name for name, _ in inspect.getmembers(KVTierConnectorScheduler, inspect.isfunction) if name[0] != "_"]
