@@ -309,6 +309,11 @@ async def test_abort_during_pull_releases_export_after_the_read(trio, driver):
     before = trio.faults["FD"].happened("hold_after")
     leaving = asyncio.create_task(driver.ask(trio.decode, prompt, 400, first.params))
     await happened(driver, trio.faults["FD"], "hold_after", before + 1)
+
+    async def leased() -> bool:  # a read may begin before
+        return (await driver.inspect(trio.prefill)).leases == 1
+
+    await driver.until(leased, 10, "the prefill engine grants the lease")
     leaving.cancel()
     await asyncio.wait([leaving])
     # The engine hears of it, and still holds what is being written.
