@@ -69,11 +69,11 @@ LOT = {
     ("kvtier-worker-0", "wakes"): 24,
 }
 RUNNER_POLLS = 150  # get_transfer_results, in a step in which it polls copies
-# Thread -> requests -> calls while each request fills two blocks. Half is slack: how often copies are polled, and how
-# many messages are read at a time, depends on the clock.
+# Thread -> requests -> calls while each request fills two blocks. Half is slack, of the workers more: how often copies
+# are polled, and how many messages are read at a time, depends on the clock (440 were seen on a busy machine).
 OTHER_THREADS = {
     "kvtier-scheduler": {1: 60, 64: 740, 256: 2500},
-    "kvtier-worker-0": {1: 60, 64: 240, 256: 400},
+    "kvtier-worker-0": {1: 60, 64: 300, 256: 600},
 }
 # Thread -> requests -> how often the thread wakes meanwhile, and takes the interpreter from vLLM's.
 WAKES = {
