@@ -51,15 +51,7 @@ class FollowingRunner(Runner):
     def _load(self, order):
         if not isinstance(order, PeerFetchJob):
             return super()._load(order)
-        rng, bad = self.life.rng, set()
-        spoilt = rng.random() < 0.3
-        for pull in order.groups:
-            for block, slot in zip(pull.local.tolist(), pull.remote.tolist(), strict=True):
-                self.cells[block] = list(self.life.content[slot])
-                if spoilt and rng.random() < 0.3:
-                    self.cells[block] = ["garbage"] * HASH_BLOCK_SIZE
-                    bad.add(block)
-        self.life.bad += bool(bad) and order.synchronous
+        bad = self._copy(order, [(pull.local, pull.remote) for pull in order.groups], 0.3)
         return FetchResult(order.request_id, bad, bool(bad), "", 1, 0.001, checksum_mismatch=bool(bad),
                            load_id=order.load_id)  # fmt: skip
 

@@ -150,18 +150,23 @@ class Runner:
         return results, done, {block for result in results for block in result.bad_blocks}
 
     def _load(self, order):
-        rng, bad = self.life.rng, set()
         if isinstance(order, FailedJob):
             return LoadResult(order.request_id, order.all_blocks, "failed", 0, 0.001, 0.0)
-        spoilt = rng.random() < 0.5
-        for load in order.groups:
-            for block, slot in zip(load.blocks.tolist(), load.slots.tolist(), strict=True):
+        bad = self._copy(order, [(load.blocks, load.slots) for load in order.groups], 0.5)
+        return LoadResult(order.request_id, bad, "", 100, 0.001, 0.0, [(0, 1)] * bool(bad))
+
+    def _copy(self, order, groups, spoilt):
+        """Fill blocks from slots, with a chance of ``spoilt`` some with garbage: these blocks."""
+        rng, bad = self.life.rng, set()
+        spoils = rng.random() < spoilt
+        for blocks, slots in groups:
+            for block, slot in zip(blocks.tolist(), slots.tolist(), strict=True):
                 self.cells[block] = list(self.life.content[slot])
-                if spoilt and rng.random() < 0.3:
+                if spoils and rng.random() < 0.3:
                     self.cells[block] = ["garbage"] * HASH_BLOCK_SIZE
                     bad.add(block)
         self.life.bad += bool(bad) and order.synchronous
-        return LoadResult(order.request_id, bad, "", 100, 0.001, 0.0, [(0, 1)] * bool(bad))
+        return bad
 
 
 class Life:
