@@ -102,7 +102,7 @@ class SlotMap:
         self.removed_meanwhile = False  # some blocks of the last write were removed during it
         self._kept: list[m.Move] = []
         self._shapes: dict[bytes, Shapes] = {}  # of _kept
-        self.later: list[Callable[[Index], object]] = []
+        self.later: list[Callable[[Index], Iterable[object]]] = []
 
     # -- restoring ----------------------------------------------------------------------------------------------
 
@@ -145,10 +145,11 @@ class SlotMap:
         self._gone.banned.clear()
         self.blocks_found = index.stats().entries
         index.watches.append(self)
+        while self.later:  # others may come meanwhile
+            for _ in self.later[0](index):
+                yield
+            del self.later[0]
         self._pages, self.filled, self._shapes = pages, True, {}
-        later, self.later = self.later, []
-        for remove in later:
-            remove(index)
 
     def dismantle(self) -> Iterator[None]:
         """Free the memory of all blocks, in steps: its tier process has ended. Leases can still be released."""
@@ -267,7 +268,7 @@ class SlotMap:
         if self.filled:
             self._index.remove(*name)
         else:
-            self.later.append(lambda index: index.remove(*name))
+            self.later.append(lambda index: (index.remove(*name),))
 
     def clear_in_steps(self, namespace_id: bytes | None) -> Iterator[None]:
         return self._index.clear_in_steps(namespace_id, RESTORE_STEP) if self.filled else iter(())
@@ -276,7 +277,7 @@ class SlotMap:
         if self.filled:
             self._index.clear(namespace_id)
         else:
-            self.later.append(lambda index: index.clear(namespace_id))
+            self.later.append(lambda index: index.clear_in_steps(namespace_id, RESTORE_STEP))
 
     def stats(self) -> IndexStats:
         return self._index.stats() if self.filled else IndexStats()

@@ -279,7 +279,7 @@ class DiskTier(mv.ProcessTier):
 
     def _drop(self, now: bool = True) -> None:
         """Send discarded and cleared blocks to the tier process at once, so that a crash does not bring them back."""
-        if now and self.usable and len(self._gone):
+        if now and self._tier_process.state == mv.READY and len(self._gone):
             positions = self._gone.report(writing=False)
             for first in range(0, len(positions), MAX_GONE):
                 self._tier_process.send(m.Drop(positions[first : first + MAX_GONE]))
@@ -307,6 +307,7 @@ class DiskTier(mv.ProcessTier):
         if filling is not self._filling:
             return  # its tier process has ended
         for _ in filling:
+            self._drop()
             self._reactor.call_soon(lambda: self._fill(filling))
             return
         self._filling = None
