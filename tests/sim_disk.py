@@ -129,7 +129,7 @@ class SimDisk(Files):
     def size(self, fd):
         return len(self.fds[fd].cache)
 
-    def room(self, fd):
+    def room(self, fd, folder):
         return 1 << 40
 
     def truncate(self, fd, nbytes):

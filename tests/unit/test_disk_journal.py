@@ -16,6 +16,7 @@ from disk_support import SHAPE, DiskTierProcess, content_of, fill, holds, make_p
 
 from vllm_kvtier.store.index.types import ZERO
 from vllm_kvtier.store.protocol import PAGE
+from vllm_kvtier.store.tiers.disk import file_ops
 from vllm_kvtier.store.tiers.disk import journal as j
 from vllm_kvtier.store.tiers.disk.directory import open_storage
 from vllm_kvtier.store.tiers.disk.file_ops import Files
@@ -290,7 +291,7 @@ def test_disk_preallocation_allocates_whole_file(tmp_path, pool):
 class SmallFiles(Files):
     """Of a file system of 62 pages; the data file is not to have all."""
 
-    def room(self, fd):
+    def room(self, fd, folder):
         return 62 * PAGE
 
 
@@ -308,10 +309,21 @@ def test_disk_larger_than_its_file_system_fits_there(tmp_path, pool):
 def test_disk_knows_the_room_of_its_file_system(tmp_path, monkeypatch):
     fd = os.open(tmp_path / "slots", os.O_RDWR | os.O_CREAT)
     os.posix_fallocate(fd, 0, 8 << 20)
-    monkeypatch.setattr(os, "fstatvfs", lambda fd: SimpleNamespace(f_blocks=9, f_bavail=5, f_frsize=4096))
-    assert 0 <= FILES.room(fd) - (8 << 20) - 5 * 4096 < 1 << 16  # of what describes it
-    monkeypatch.setattr(os, "fstatvfs", lambda fd: SimpleNamespace(f_blocks=0, f_bavail=0, f_frsize=0))
-    assert FILES.room(fd) > 1 << 60  # some file systems do not say
+    folder = str(tmp_path)  # of files in it ext4 and XFS say what their file system has, also if a quota leaves less
+    numbers = {folder: SimpleNamespace(f_blocks=9, f_bavail=5, f_frsize=4096)}
+    monkeypatch.setattr(os, "statvfs", numbers.get)
+    assert 0 <= FILES.room(fd, folder) - (8 << 20) - 5 * 4096 < 1 << 16  # of what describes it
+    numbers[folder] = SimpleNamespace(f_blocks=0, f_bavail=0, f_frsize=0)
+    assert FILES.room(fd, folder) > 1 << 60  # some file systems do not say
+
+    def quotactl_fd(number, of, command, who, quota):
+        if command.value != 0x80000701:
+            return -1
+        quota[0], quota[2] = 9 << 10, (8 << 20) + 4096  # KiB that this group may use, bytes that it does
+        return 0
+
+    monkeypatch.setattr(file_ops._libc, "syscall", quotactl_fd)
+    assert 0 <= FILES.room(fd, folder) - (8 << 20) - (1 << 20) + 4096 < 1 << 16
     os.close(fd)
 
 

@@ -114,14 +114,14 @@ def _open_slots(files: Files, storage: Storage, direct: bool) -> None:
         storage.notes.append("its file system has no O_DIRECT: reads and writes also fill the page cache")
 
 
-def room_pages(files: Files, fd: int) -> int:
+def room_pages(files: Files, storage: Storage) -> int:
     """Pages that the data file has or could get. Raises OSError."""
-    return max(MIN_PAGES, int(files.room(fd) * (1 - JOURNAL_SHARE)) // PAGE)
+    return max(MIN_PAGES, int(files.room(storage.file_fd, storage.folder) * (1 - JOURNAL_SHARE)) // PAGE)
 
 
 def _limit_to_room(files: Files, storage: Storage) -> None:
     """A tier larger than its file system's room could neither write nor evict once that is full."""
-    room = room_pages(files, storage.file_fd)
+    room = room_pages(files, storage)
     if room < storage.capacity and storage.writable:
         wanted, storage.capacity = size_text(storage.capacity * PAGE), room
         storage.notes.append(f"its file system has room for {size_text(room * PAGE)} of its {wanted}")

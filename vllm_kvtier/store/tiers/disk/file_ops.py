@@ -51,10 +51,12 @@ class Files:
     def size(self, fd: int) -> int:
         return os.fstat(fd).st_size
 
-    def room(self, fd: int) -> int:
-        """Bytes of the file system that this file has or could get."""
-        free = os.fstatvfs(fd)
-        return os.fstat(fd).st_blocks * 512 + free.f_bavail * free.f_frsize if free.f_blocks else sys.maxsize
+    def room(self, fd: int, folder: str) -> int:
+        """Bytes of the file system that this file in ``folder`` has or could get. Of a directory's quota (ext4, XFS)
+        only the folder's numbers know."""
+        found = os.statvfs(folder)
+        free = found.f_bavail * found.f_frsize if found.f_blocks else sys.maxsize
+        return os.fstat(fd).st_blocks * 512 + min(free, _quota_left(fd))
 
     def truncate(self, fd: int, nbytes: int) -> None:
         os.ftruncate(fd, nbytes)
@@ -90,6 +92,16 @@ class Files:
             os.fsync(fd)
         finally:
             os.close(fd)
+
+
+def _quota_left(fd: int) -> int:
+    """Bytes that the quotas of this user and group leave: quotactl_fd(2), Q_GETQUOTA. Most file systems have none."""
+    left, quota = sys.maxsize, (ctypes.c_uint64 * 9)()  # struct if_dqblk: limit in KiB, soft limit, bytes in use, ...
+    for kind, who in enumerate((os.geteuid(), os.getegid())):
+        failed = _libc.syscall(ctypes.c_long(443), ctypes.c_int(fd), ctypes.c_uint(0x80000700 | kind), who, quota)
+        if not failed and quota[0]:
+            left = min(left, max(0, quota[0] * 1024 - quota[2]))
+    return left
 
 
 def write_all(files: Files, fd: int, data: bytes | memoryview, offset: int) -> None:

@@ -141,7 +141,7 @@ class DiskProcess:
             self._look_for_room_later()
 
         def look() -> None:
-            self._file_worker.submit(lambda: room_pages(self._files, storage.file_fd), looked)
+            self._file_worker.submit(lambda: room_pages(self._files, storage), looked)
 
         self._host.reactor.call_later(ROOM_SECONDS, self._host.guard(look))
 
