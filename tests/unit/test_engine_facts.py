@@ -85,6 +85,13 @@ def test_engine_info_with_returned_routed_experts_is_unsupported(configure):
     assert "routed experts" in engine_info(config, cache(FULL)).unsupported
 
 
+def test_engine_info_with_elastic_expert_parallelism_is_unsupported(configure):
+    """vLLM captures CUDA graphs when ranks come or go: a capture fails if a worker's other thread uses the device."""
+    config = configure()
+    config.parallel_config.enable_elastic_ep = True
+    assert "elastic-ep" in engine_info(config, cache(FULL)).unsupported
+
+
 def test_engine_info_without_prefix_caching_keeps_handoffs_only(configure):
     facts = engine_info(configure(caching=False), cache(FULL))
     assert facts.unsupported is None and not facts.prefix_caching
