@@ -24,14 +24,16 @@ class StagedPair:
         self.rank = rank_of(MODEL, BLOCKS, 0, 2)
         self.transport = transport or FakeTransport()
         self.pulls = Pulls(self.transport, self.rank.memory, 0, self.rank.heads)
-        infos = [
+        self.pulls.add_engine("s/1", self.infos(agent, metadata))
+
+    def infos(self, agent="source", metadata=b"metadata"):
+        return [
             msgspec.structs.replace(rank.info, agent=f"{agent} {n}", agent_metadata=metadata)
             for n, rank in enumerate(self.source)
         ]
-        self.pulls.add_engine("s/1", infos)
 
-    def start(self, local, remote, name="r", timeout=5.0, **more):
-        return self.pulls.start(PullJob(name, "s/1", [pull_of(local, remote, 4, **more)], timeout, staged=True))
+    def start(self, local, remote, name="r", timeout=5.0, instance="s/1", **more):
+        return self.pulls.start(PullJob(name, instance, [pull_of(local, remote, 4, **more)], timeout, staged=True))
 
     def run(self, rounds=1000):
         results = []

@@ -124,14 +124,22 @@ def test_staged_pull_of_block_that_does_not_exist_fails_at_once(remote):
     assert result.failed and f"outside 1..{BLOCKS - 1}" in result.reason and not pair.pulls.active
 
 
-def test_staged_pull_of_block_larger_than_a_chunk_is_refused():
-    pair = StagedPair()
-    assert pair.start([1], [2]) is None and not pair.run()[0].failed
+def test_staged_pull_of_larger_blocks_makes_a_larger_ring():
+    """Of an engine of fewer ranks than the first one; until this engine was restarted, its prompts were computed."""
+    pair, larger = StagedPair(tp=4), StagedPair()
+    pair.pulls.add_engine("s/2", larger.infos("larger"))
+    assert pair.start([1, 3], [2, 4]) is None
+    small = pair.pulls._staged.ring
+    refused = pair.start([5], [6], "r2", instance="s/2")
+    assert refused.failed and f"whose chunks have {small.chunk_bytes} bytes" in refused.reason, "it is in use"
+    while pair.free_chunks < staged_reads.NUM_CHUNKS:  # a round of the first pull is verified, and others follow
+        pair.pulls.poll()
+    assert pair.pulls.active and pair.start([5], [6], "r2", instance="s/2") is None
+    assert not any(result.failed for result in pair.run()) and all(map(pair.landed, [1, 3, 5], [2, 4, 6]))
+    assert pair.start([7], [8]) is None and not pair.run()[0].failed and pair.landed(7, 8)
     ring = pair.pulls._staged.ring
-    ring.chunk_bytes -= 64
-    pair.pulls._staged.release_lists()
-    result = pair.start([1], [2])
-    assert result.failed and f"whose chunks have {ring.chunk_bytes} bytes" in result.reason
+    assert ring.chunk_bytes >= 2 * small.chunk_bytes
+    assert {small.span, ring.span} <= set(pair.transport.registered) and small in pair.pulls._staged._rings
 
 
 @pytest.mark.parametrize("what", ["memory", "NIXL"])

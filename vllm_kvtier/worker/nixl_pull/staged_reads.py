@@ -37,7 +37,7 @@ from vllm_kvtier.worker.peer_fetch.cuda_ipc import Mapped
 from vllm_kvtier.worker.peer_fetch.host_copier import HostPeerCopier
 
 NUM_CHUNKS = 4
-CHUNK_BYTES = 16 << 20  # at least; a chunk holds at least one block of the first engine that is read
+CHUNK_BYTES = 16 << 20  # at least; a chunk holds at least one block of every engine that is read
 _ALIGN = 64  # of chunks, and of regions where layers are outermost
 _WORD_ALIGN = 16  # of regions within a block
 
@@ -59,6 +59,7 @@ class StagedReads:
     def __init__(self, transport: NixlTransport, memory: PeerMemory, rank: int, heads: Sequence[HeadRange]):
         self.transport, self._memory, self._rank, self._heads = transport, memory, rank, heads
         self.ring: _Ring | None = None  # made for the first source
+        self._rings: list[_Ring] = []  # it, and smaller ones before it: NIXL has their memory registered
         self.copier: PeerCopier | None = None
         self._parts: dict[str, list[_Part]] = {}  # by source
 
@@ -98,19 +99,24 @@ class StagedReads:
             self.copier.close()
 
     def _ring(self, largest: int) -> "_Ring":
-        if self.ring is None:
-            copier = _copier(self._memory)
+        """A larger one if blocks need it and none is being read, at least twice as large: the one before stays."""
+        before = self.ring
+        if before is None or (largest > before.chunk_bytes and len(before.free) == NUM_CHUNKS):
+            copier = self.copier or _copier(self._memory)
             try:
-                ring = _Ring(self._memory, max(CHUNK_BYTES, largest))
+                ring = _Ring(self._memory, max(CHUNK_BYTES, largest, 2 * before.chunk_bytes if before else 0))
                 self.transport.register([ring.span], self._memory.memory_type, self._memory.device_id)
             except Exception:  # such as a lack of memory: the next pull tries again
-                copier.close()
+                if self.copier is None:
+                    copier.close()
                 raise
+            self.release_lists()
+            self._rings.append(ring)
             self.ring, self.copier = ring, copier
-        if largest > self.ring.chunk_bytes:
+        elif largest > before.chunk_bytes:
             raise KVTierError(
                 f"a block of that engine takes {largest} bytes of the ring for pulls, whose chunks have "
-                f"{self.ring.chunk_bytes} bytes; restart this engine if it is to pull from such engines only"
+                f"{before.chunk_bytes} bytes; a larger one is made when no other pull uses it"
             )
         return self.ring
 
