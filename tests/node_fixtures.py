@@ -77,10 +77,14 @@ class NodeStore:
         return eventually(up, seconds, f"a store serves {self.path}")
 
     def serve(self, *options: str, code: str = "") -> None:
-        """Start one of this test's own; ``code`` runs before it. While ``alone``, no engine starts another."""
+        """Start one of this test's own; ``code`` runs before it. While ``alone``, no engine starts another. When it has
+        ended, one does at once, as after a store that an engine has started."""
         run = f"import sys; {code or 'pass'}; from vllm_kvtier.store.__main__ import main; sys.exit(main())"
-        always = ["--socket", self.path, "--log-level=warning", "--idle-seconds=0"]
-        self._own.append(subprocess.Popen([sys.executable, "-c", run, *always, *options]))
+        reader, writer = os.pipe()
+        always = ["--socket", self.path, "--log-level=warning", "--idle-seconds=0", f"--ready-fd={writer}"]
+        self._own.append(subprocess.Popen([sys.executable, "-c", run, *always, *options], pass_fds=[writer]))
+        os.close(reader)
+        os.close(writer)
         eventually(lambda: Path(self.path).exists() and serves(self.path), 30)
 
     @contextmanager

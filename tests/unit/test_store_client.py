@@ -375,6 +375,25 @@ def test_store_without_listener_is_launched_once(path, connect):
     servers[1].stop()
 
 
+def test_store_of_an_operator_is_theirs_to_start_again(path, connect, monkeypatch):
+    """The engine's took its place, without its disk; what a service manager started was refused from then on."""
+    monkeypatch.setattr(client_module, "RESTART_SECONDS", 1.0)
+    launched = []
+    client = connect(launch=lambda: launched.append(time.monotonic()), start=False)
+    for again in (False, True):
+        server = StoreServer(path, StoreOptions(size="1MiB"), launched=False)
+        server.start()
+        if not again:
+            client.start()
+        eventually(lambda: client.connected)
+        server.stop()
+        ended = time.monotonic()
+        eventually(lambda: "if its operator does not" in client.reason)
+        assert not launched
+    eventually(lambda: launched)
+    assert 0.9 < launched[0] - ended
+
+
 def test_store_client_hung_launch_does_not_block_other_store(path, connect):
     hang = threading.Event()
     client = connect(launch=lambda: hang.wait(20))

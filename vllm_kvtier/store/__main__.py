@@ -29,7 +29,7 @@ def run(path: str, options: o.StoreOptions, ready_fd: int = -1) -> int:
 
     try:
         _log_to(options)
-        serve(path, options, on_listening=lambda: send(READY))
+        serve(path, options, lambda: send(READY), launched=ready_fd >= 0)
     except (KVTierError, OSError) as error:
         get_logger(__name__).error("kvtier: %s", error)
         send(str(error).encode())

@@ -260,6 +260,7 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     ready_pages: Page  # usable pages so far, from the start; Ready updates it
     huge_pages: bool  # the file has 2 MiB pages
     tiers: list[Name] = []  # secondary tiers
+    launched: bool = True  # by an engine; else an operator runs it, and may start it again when it has ended
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):

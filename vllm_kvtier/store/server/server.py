@@ -68,16 +68,19 @@ class _Client:
 class StoreServer:
     """Serves ``path`` from ``start`` to ``stop``. ``on_idle`` is called on the reactor's thread after ``idle_seconds``
     without an engine or worker, and without a lease for another node; new clients are refused from then on.
+    ``launched``: by an engine.
 
     Raises listen_socket.ServedAlready if another process serves the path, ConfigError if the pool does not fit, and
     KVTierError otherwise.
     """
 
-    def __init__(self, path: str, options: StoreOptions, on_idle: Callable[[], object] = lambda: None):
+    def __init__(
+        self, path: str, options: StoreOptions, on_idle: Callable[[], object] = lambda: None, launched: bool = True
+    ):
         if options.policy and options.policy not in POLICIES:
             raise ConfigError(f"store option policy={options.policy!r}: choose one of {', '.join(POLICIES)}")
         self.path, self.options, self.instance = path, options, uuid.uuid4().hex
-        self._on_idle = on_idle
+        self._on_idle, self._launched = on_idle, launched
         self.policy = options.policy or DEFAULT_POLICY
         self._tick: Timer | None = None
         with ExitStack() as cleanup:
@@ -276,6 +279,7 @@ class StoreServer:
             ready_pages=self.memory.ready // m.PAGE,
             huge_pages=self.memory.huge_pages,
             tiers=self.tiers.names,
+            launched=self._launched,
         )
         fds = [self.memory.fd, self._presence.fd] if hello.kind == "engine" else [self.memory.fd]
         client.stream.send(m.encode(welcome), fds)
@@ -418,11 +422,13 @@ def _want(client: _Client, namespace_id: bytes, block_hashes: bytes, start: int,
     return Want(namespace_id, hello.hash_block_size, hello.groups, block_hashes, start, tuple(nodes))
 
 
-def serve(path: str, options: StoreOptions, on_listening: Callable[[], None] = lambda: None) -> None:
+def serve(
+    path: str, options: StoreOptions, on_listening: Callable[[], None] = lambda: None, launched: bool = True
+) -> None:
     """Serve until SIGTERM, SIGINT or ``idle_seconds``; on the main thread. Raises as StoreServer does."""
     read_end, write_end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     os.set_blocking(read_end, True)
-    server = StoreServer(path, options, on_idle=lambda: os.write(write_end, b"\0"))
+    server = StoreServer(path, options, lambda: os.write(write_end, b"\0"), launched)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)  # the byte that Python writes to the pipe ends the wait
     signal.set_wakeup_fd(write_end)
