@@ -126,6 +126,22 @@ def test_offloader_forgets_evicted_blocks_of_ended_requests():
     assert sum(len(stored(engine, r)) for r in requests) == engine.most
 
 
+def test_offloader_without_a_store_looks_at_no_ended_request(monkeypatch):
+    """Each step of an engine over several nodes, which has none, looked at dozens of a thousand: 0.3 ms."""
+    engine = Engine(GROUPS["full"], 5, 0, share=0.9)
+    engine.tier.up = False
+    (r,) = computed(engine, 1, 10 * HASH_BLOCK_SIZE + 1)
+    engine.finish(r, True)
+    assert engine.offloader._ended
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.offloader, "_collect", lambda *table: pytest.fail("a request was looked at"))
+        engine.step()
+        engine.offloader.idle()
+    engine.tier.up = True
+    engine.settle_down()
+    assert stored(engine, r) == list(range(10))
+
+
 def test_offloader_idle_leaves_free_blocks_for_next_step():
     engine = Engine(GROUPS["full"], 5, 0, share=0.1, step_tokens=10 * HASH_BLOCK_SIZE)
     r, = computed(engine, 1, 30 * HASH_BLOCK_SIZE + 1)

@@ -177,8 +177,9 @@ class Offloader:
         return full // size
 
     def _offer_ended(self) -> None:
-        """Collect blocks of ended requests that were taken back, as far as vLLM has them and there is room."""
-        if not self._verified():
+        """Collect blocks of ended requests that were taken back, as far as vLLM has them and there is room. Nothing
+        without a store, which may never come."""
+        if not (self._store.limit() and self._verified()):
             return
         most = MIN_PRUNED_TABLES + len(self._ended) // PRUNED_TABLE_SHARE
         for checked in range(len(self._ended)):
@@ -223,11 +224,9 @@ class Offloader:
 
     def _room(self, ended: bool = False) -> int:
         """Blocks that may be pinned now, if the store is there. ``ended``: of an ended request, so that vLLM has fewer
-        free blocks then; 0 without a store."""
-        room = max(0, self._max_pinned - self.pinned)
-        if not ended:
-            return room
-        return max(0, min(room, self._pool.free_count() - self._spare)) if self._store.limit() else 0
+        free blocks then."""
+        room = self._max_pinned - self.pinned
+        return max(0, min(room, self._pool.free_count() - self._spare) if ended else room)
 
     def _collect(self, table: Table, full: int, leaving: bool = False) -> None:
         """Pin blocks of the first ``full`` tokens that were not offered yet, as far as there is room. ``leaving``: the
