@@ -48,6 +48,7 @@ from vllm_kvtier.vllm_compat.worker_info import (
     wants_host_buffer,
 )
 from vllm_kvtier.wire.auth import ClusterKey
+from vllm_kvtier.wire.dealer import endpoint_of
 from vllm_kvtier.wire.link import LinkPlace, LinkRelay, link_path
 from vllm_kvtier.worker.cache_view import CacheView
 from vllm_kvtier.worker.connector_worker import KVTierConnectorWorker
@@ -285,7 +286,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _open_relay(self, key: ClusterKey | None) -> str:
         """Its endpoint; "" without a key, or if it cannot listen. Only workers of other nodes need it."""
-        host = self._options.endpoint_host.strip("[]")
+        host = self._options.endpoint_host
         if key is None:
             return ""
         try:
@@ -293,8 +294,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         except zmq.ZMQError as error:
             logger.warning("kvtier: worker: no workers of other nodes can connect to %s: %s", host, error)
             return ""
-        host = (self._options.advertise_host or host).strip("[]")
-        return f"tcp://[{host}]:{self._relay.port}" if ":" in host else f"tcp://{host}:{self._relay.port}"
+        return endpoint_of(self._options.advertise_host or host, self._relay.port)
 
     def _share(self, view: CacheView) -> PeerMemory:
         """The cache as peers read it: raw, mirrored in host memory, or encoded."""

@@ -163,14 +163,20 @@ class Dealer:
                 self._events.on_lost(why)
 
 
+def endpoint_of(host: str, port: int | str) -> str:
+    """ZMQ's endpoint; ``host``: a name or an address, an IPv6 one in brackets or not. ``port``: "*" for any."""
+    host = host.strip("[]")
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
 def resolved(host: str, port: int | str) -> str:
     """ZMQ's endpoint of a host: of its IPv4 address, if it has one. Blocks. Raises OSError, and ValueError for a name
     that no host can have."""
     if host == "*":
         raise ValueError("* is no host")  # glibc takes it for loopback
     found = socket.getaddrinfo(host, port, 0, socket.SOCK_STREAM)
-    family, _, _, _, address = min(found, key=lambda each: each[0])
-    return f"tcp://[{address[0]}]:{port}" if family == socket.AF_INET6 else f"tcp://{address[0]}:{port}"
+    *_, address = min(found, key=lambda each: each[0])
+    return endpoint_of(str(address[0]), port)
 
 
 def _is_name(host: str) -> bool:

@@ -22,7 +22,7 @@ import zmq
 
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.wire.auth import ClusterKey
-from vllm_kvtier.wire.dealer import keep_alive
+from vllm_kvtier.wire.dealer import endpoint_of, keep_alive
 from vllm_kvtier.wire.geometry import GroupView
 from vllm_kvtier.wire.messages import Count, Name, RankInfo, encode
 from vllm_kvtier.wire.reactor import Reactor, drain
@@ -301,11 +301,12 @@ class LinkRelay:
         self._socket.setsockopt(zmq.IPV6, ":" in host)
         authenticator = key.secure_server(self._socket)
         try:
-            self.port = self._socket.bind_to_random_port(f"tcp://[{host}]" if ":" in host else f"tcp://{host}")
+            self._socket.bind(endpoint_of(host, "*"))
         except zmq.ZMQError:
             authenticator.stop()
             self._socket.close()
             raise
+        self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
         self._reactor.on_stop(authenticator.stop)
         self._reactor.add_socket(self._socket, lambda: drain(self._socket, self._from_worker))
         self._reactor.start()

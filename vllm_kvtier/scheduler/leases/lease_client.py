@@ -32,7 +32,7 @@ from vllm_kvtier.scheduler.sources.base import LookupHit, LookupMiss
 from vllm_kvtier.shapes.read_paths import Reach, ReadPath
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.auth import ClusterKey, is_loopback
-from vllm_kvtier.wire.dealer import Dealer
+from vllm_kvtier.wire.dealer import Dealer, endpoint_of
 from vllm_kvtier.wire.lease_connections import ClientConnection, LeaseConnections
 from vllm_kvtier.wire.local import LocalDealer
 from vllm_kvtier.wire.reactor import Reactor, Timer
@@ -250,7 +250,7 @@ class LeaseClient(LeaseConnections[_Connection]):
             if port == SAME_NODE:
                 connect = partial(LocalDealer, self._reactor, host, m.MAX_MESSAGE)
             else:
-                connect = partial(Dealer, self._reactor, f"tcp://{host}:{port}", self._key, m.MAX_MESSAGE)
+                connect = partial(Dealer, self._reactor, endpoint_of(host, port), self._key, m.MAX_MESSAGE)
             connection = self._open(address, hello, connect)
         except (KVTierError, OSError, zmq.ZMQError, ValueError) as error:
             if port != SAME_NODE:

@@ -18,6 +18,7 @@ from vllm_kvtier.scheduler.context import EngineContext
 from vllm_kvtier.scheduler.leases.exports import ExportTable, Lease, Refusal
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.auth import ClusterKey
+from vllm_kvtier.wire.dealer import endpoint_of
 from vllm_kvtier.wire.lease_connections import LeaseListener, ServerConnection
 from vllm_kvtier.wire.local import LocalServer
 from vllm_kvtier.wire.reactor import Timer
@@ -108,7 +109,7 @@ class LeaseServer(LeaseListener[Connection]):
             reason = f"there is no port {port}"
             raise ConfigError(f"endpoint_port {config.endpoint_port} and data-parallel rank {rank}: {reason}")
         try:
-            self.port = self._listen(f"tcp://{config.endpoint_host}:{port}", key, m.MAX_MESSAGE)
+            self.port = self._listen(endpoint_of(config.endpoint_host, port), key, m.MAX_MESSAGE)
         except zmq.ZMQError as error:
             raise ConfigError(
                 f"kvtier cannot listen on {config.endpoint_host}:{port} ({error}); "
