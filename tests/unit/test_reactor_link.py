@@ -1,5 +1,6 @@
 """The reactor: sleeps when idle, never starves sockets or timers, survives faults; and the link to the workers."""
 
+import contextlib
 import os
 import select
 import socket
@@ -359,6 +360,63 @@ def test_link_relay_finds_a_worker_again_whose_connection_was_cut(runtime, tmp_p
     assert len(server._workers) == 1
     relay._socket.disable_monitor()
     for each in reactors:
+        each.stop()
+    relay.shutdown()
+
+
+class Way:
+    """A TCP way to a port of this machine. While ``lossy`` what is sent is lost; ``losses``: of both directions."""
+
+    def __init__(self, port):
+        self.lossy, self.losses, self._target, self._open = False, [threading.Event(), threading.Event()], port, []
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self):
+        while self._listener.fileno() >= 0:
+            ends = [self._listener.accept()[0], socket.create_connection(("127.0.0.1", self._target))]
+            self._open += ends
+            for i in range(2):
+                threading.Thread(target=self._pass, args=(ends[i], ends[1 - i], self.losses[i]), daemon=True).start()
+
+    def _pass(self, source, target, lost):
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                if self.lossy:
+                    lost.set()
+                else:
+                    target.sendall(data)
+            target.shutdown(socket.SHUT_RDWR)
+
+    def cut(self):
+        for each in self._open:
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+
+def test_link_between_nodes_repeats_what_a_cut_connection_lost(runtime, tmp_path):
+    """A lost Register left the engine closed."""
+    path, key_file = link_path("engine", "instance"), str(tmp_path / "key")
+    ClusterKey.create(key_file)
+    key, up, down, met = ClusterKey.load(key_file), [], [], threading.Event()
+    far, scheduler = Reactor("far"), Reactor("s")
+    relay = LinkRelay(path, "127.0.0.1", key)
+    way = Way(relay.port)
+    server = LinkServer(scheduler, path, up.append)
+    client = LinkClient(far, LinkPlace(f"tcp://127.0.0.1:{way.port}", key), down.append, met.set)
+    for each in (far, scheduler):
+        each.start()
+    assert met.wait(5)
+    way.lossy, state = True, [m.Described(1, (), (), "node"), m.Unusable(1, "no NIXL")]
+    for message in (state[0], m.Asleep(1), state[1]):
+        far.call_soon(lambda message=message: client.send(message))
+    scheduler.call_soon(lambda: server.send(m.Serve(True)))
+    assert all(each.wait(5) for each in way.losses) and not (up or down)
+    way.lossy = False
+    way.cut()
+    eventually(lambda: up[-2:] == state and down[-1:] == [m.Serve(True)])  # not what was true before
+    for each in (far, scheduler):
         each.stop()
     relay.shutdown()
 

@@ -176,6 +176,29 @@ def decode_link(frame: bytes) -> LinkMessage:
     return _decoder.decode(frame)
 
 
+# The messages that say how things are, by subject. A connection between nodes that is cut loses messages: each side
+# sends the latest of each subject again on the next one.
+_SUBJECTS: dict[type, int] = {Described: 0, Register: 1, Unusable: 1, Asleep: 1, PoolReady: 2, ChecksumsReady: 3}
+_SUBJECTS |= {PoolSetup: 0, RemoteStoreSetup: 1, Serve: 2, ClearChecksums: 3}
+
+
+class _Latest:
+    """What one side sends: ``frames`` on a new connection."""
+
+    def __init__(self) -> None:
+        self._by_subject: dict[int, bytes] = {}
+
+    def frame(self, message: msgspec.Struct) -> bytes:
+        """Of a message that is being sent."""
+        frame, subject = encode(message), _SUBJECTS.get(type(message))
+        if subject is not None:
+            self._by_subject[subject] = frame
+        return frame
+
+    def frames(self) -> list[bytes]:
+        return [_PRESENT, *self._by_subject.values()]
+
+
 # -- sockets -------------------------------------------------------------------------------------------------------
 
 
@@ -237,6 +260,7 @@ class LinkServer:
     def __init__(self, reactor: Reactor, path: str, on_message: Callable[[LinkMessage], None]):
         self._on_message = on_message
         self._workers: set[bytes] = set()
+        self._latest = _Latest()
         Path(path).unlink(missing_ok=True)
         self._socket = reactor.context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -246,21 +270,22 @@ class LinkServer:
         reactor.on_stop(lambda: Path(path).unlink(missing_ok=True))
 
     def send(self, message: msgspec.Struct) -> None:
-        frame = encode(message)
+        frame = self._latest.frame(message)
         for worker in self._workers:
             self._socket.send_multipart([worker, frame], zmq.NOBLOCK)
 
     def _receive(self, frames: list[bytes]) -> None:
         self._workers.add(frames[0])
         if frames[-1] == _PRESENT:
-            self._socket.send_multipart([frames[0], _PRESENT], zmq.NOBLOCK)
+            for frame in self._latest.frames():
+                self._socket.send_multipart([frames[0], frame], zmq.NOBLOCK)
             return
         self._on_message(decode_link(frames[-1]))
 
 
 class LinkClient:
     """The worker side. Messages sent before the scheduler side listens are delivered once it does; ``on_met`` is
-    called then."""
+    called then, and perhaps again."""
 
     def __init__(
         self,
@@ -270,12 +295,24 @@ class LinkClient:
         on_met: Callable[[], object] = lambda: None,
     ):
         self._on_message, self._on_met = on_message, on_met
+        self._latest, self._cut = _Latest(), False
         self._socket = _dealer(reactor, place)
-        self._socket.send(_PRESENT)
+        self._greet()
+        if place.key is not None:
+            reactor.add_monitor(self._socket, zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED, self._on_event)
         reactor.add_socket(self._socket, lambda: drain(self._socket, self._receive))
 
     def send(self, message: msgspec.Struct) -> None:
-        self._socket.send(encode(message))
+        self._socket.send(self._latest.frame(message))
+
+    def _on_event(self, event: int) -> None:
+        if self._cut and event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._greet()
+        self._cut = event == zmq.EVENT_DISCONNECTED
+
+    def _greet(self) -> None:
+        for frame in self._latest.frames():
+            self._socket.send(frame)
 
     def _receive(self, frames: list[bytes]) -> None:
         if frames[-1] == _PRESENT:
