@@ -290,3 +290,19 @@ def test_rollback_alone_is_true_for_single_request(engine):
     assert not rollback.alone(scheduler)
     assert not rollback.serves(None, connector) and not rollback.serves(scheduler, copy.copy(connector))
     assert not rollback.alone(SimpleNamespace(get_request_counts=lambda: (1, 0)))
+
+
+def test_request_that_comes_while_others_are_looked_at_does_no_harm():
+    """They are looked at on the reactor's thread, too, and vLLM adds requests without the scheduler's lock."""
+    requests = {}
+
+    class Running:
+        num_computed_tokens = 1
+
+        @property
+        def status(self):
+            requests[len(requests)] = self
+            return RequestStatus.RUNNING
+
+    requests[0] = Running()
+    assert not rollback.others_wait(SimpleNamespace(requests=requests), None) and len(requests) == 2

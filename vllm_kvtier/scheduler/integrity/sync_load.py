@@ -99,7 +99,7 @@ class SyncLoad:
         if not cost_key or not hit.source.supports_sync_load(hit) or state.request.num_tokens - 1 <= computed:
             return False
         # vLLM itself rolls back tokens of a session that goes on with more input.
-        if getattr(state.request, "resumable", False) or not rollback.serves(self._scheduler(), self._connector):
+        if state.request.resumable or not rollback.serves(self._scheduler(), self._connector):
             return False
         if self._is_backing_off(cost_key):
             return False
@@ -120,7 +120,7 @@ class SyncLoad:
         if not self.possible or self.verification_pending or instance not in self._mapped:
             return False
         scheduler, request = self._scheduler(), state.request
-        if getattr(request, "resumable", False) or not rollback.serves(scheduler, self._connector):
+        if request.resumable or not rollback.serves(scheduler, self._connector):
             return False
         if not rollback.waits_for_load(scheduler, request) or self._is_backing_off(cost_key):
             return False
@@ -253,4 +253,4 @@ class SyncLoad:
         if scheduler is not None:
             rollback.preempt_and_recompute(scheduler, state.request, first * self._pool.hash_block_size)
         # This preemption must not cause a new lookup: the store's blocks were just tried.
-        state.preemptions = getattr(state.request, "num_preemptions", 0)
+        state.preemptions = state.request.num_preemptions

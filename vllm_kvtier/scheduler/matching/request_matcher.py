@@ -174,7 +174,7 @@ class RequestMatcher:
 
     def _notice_preemption(self, state: RequestState) -> None:
         """Match a request that lost its blocks like a new one: a store may have them."""
-        preemptions = getattr(state.request, "num_preemptions", 0)
+        preemptions = state.request.num_preemptions
         if state.life.state is State.LOADED or (state.life.state is State.LOCAL and preemptions > state.preemptions):
             state.life.fire(Event.PREEMPT)
             state.num_external_tokens, state.hit, state.plan = 0, None, None

@@ -342,7 +342,7 @@ class Offloader:
             table.offered[g] = max(table.offered[g], own)
 
     def _batch(self, request: Any, lora_fingerprint: bytes) -> Batch:
-        salt = getattr(request, "cache_salt", None)
+        salt = request.cache_salt
         tenant = hashlib.blake2b(salt.encode(), digest_size=8).digest() if salt else b""
         key = self._store.namespace_id(lora_fingerprint), tenant
         batch = self._open.get(key)

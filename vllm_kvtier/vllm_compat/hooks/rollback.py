@@ -52,12 +52,12 @@ def alone(scheduler: Any) -> bool:
 
 def others_wait(scheduler: Any, request: Any) -> bool:
     """Whether another request must be matched before it can run. Looks at all requests: while a step is scheduled, the
-    requests that were skipped in it are in none of vLLM's queues."""
+    requests that were skipped in it are in none of vLLM's queues. Another thread may ask, while one is added."""
     return any(
         other is not request
         and other.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
         and not other.num_computed_tokens
-        for other in scheduler.requests.values()
+        for other in list(scheduler.requests.values())
     )
 
 
