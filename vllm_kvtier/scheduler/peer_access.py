@@ -112,7 +112,10 @@ class PeerAccess:
             if any(codec != identity.wire_codec for codec in identity.wire_codecs.values()):
                 # Each process resolves "auto"; a record of ``quality`` came in between. The namespace does not name
                 # the codec of this worker.
-                self.refuse("this model was measured while the engine started: restart it")
+                self.refuse(
+                    "its workers do not agree on wire_codec auto: this model was measured while the engine started "
+                    "(restart it), or not on each of the engine's nodes"
+                )
                 return
             ranks = [identity.ranks[r] for r in sorted(identity.ranks)]
             welcome = m.Welcome(m.PROTOCOL, identity.instance, ranks, identity.namespace.hash_block_size)
