@@ -19,6 +19,8 @@ LIFE = "life 1"
 class Link:
     """A copier whose lanes move ``rate`` bytes a second each, one call after another, behind its fence's time."""
 
+    on_model_stream = False
+
     def __init__(self, clock, rate=50e9, piece_bytes=32 * MIB, block_bytes=MIB):
         self.clock, self.rate, self.piece_bytes, self.block_bytes = clock, rate, piece_bytes, block_bytes
         self.free = {"load": 0.0, "store": 0.0}

@@ -121,6 +121,9 @@ class FakeDriver:
     def reached(self, event):
         return self.events[event] is None or self.events[event] in World.current.reached
 
+    def is_capturing(self, stream):
+        return False
+
     def synchronize(self, event):
         World.current.run(lambda: self.reached(event))
 

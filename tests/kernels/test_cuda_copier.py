@@ -60,6 +60,7 @@ CHOICES = st.builds(
     pause_bytes=st.sampled_from([1, 3000, 1 << 20]),
     direct_share=st.sampled_from([0, 0.3, 1]),
     direct_programs=st.integers(1, 2),
+    on_model_stream=st.booleans(),
 )
 
 
@@ -149,9 +150,10 @@ def check_round_trip(world, data, store_choice, load_choice) -> None:
     ahead = fakes.Stream()
     after.record(ahead)
     cut = data.draw(st.integers(0, n))
+    on = [data.draw(st.sampled_from([None, world.forward] if copier.on_model_stream else [None])) for _ in range(2)]
     stores = [
-        copier.store(0, sources[:cut], keys[:cut], where[:cut], after),
-        copier.store(0, sources[cut:], keys[cut:], where[cut:]),
+        copier.store(0, sources[:cut], keys[:cut], where[:cut], after, on[0]),
+        copier.store(0, sources[cut:], keys[cut:], where[cut:], None, on[1]),
     ]
     for copy in stores:
         copy.wait()
@@ -181,6 +183,45 @@ def check_round_trip(world, data, store_choice, load_choice) -> None:
     copier.close()
     copier.close()
     assert list(driver.events) == [after.cuda_event] and not driver.registered
+
+
+@given(
+    st.integers(1, 3), st.integers(1, 3), st.lists(st.tuples(st.integers(1, 3), st.booleans()), max_size=8), st.data()
+)
+@settings(max_examples=15, phases=WITHOUT_SHRINKING)
+def test_cuda_copier_gathers_on_the_models_stream_only_if_it_need_not_wait(ring, dmas, calls, data):
+    """Where it would, the store gathers on its own stream; the kernels of both may run at once."""
+    with faked(data.draw(st.integers(0, 99))) as world:
+        view = make_view("cpu")
+        layout = part_layout(view.groups[0])
+        choice = Choice(way="staged", programs=2, warps=4, piece_bytes=layout.nbytes, ring=ring, dma_streams=dmas)
+        choice = replace(choice, on_model_stream=True)
+        pool, handle = make_pool(40)
+        driver = fakes.FakeDriver()
+        copier = cuda_copier.CudaCopier(view, handle, [layout], [0], fixed(choice, choice), driver=driver)
+        copier.register(0, 40 * PAGE)
+        slots, stores, used = iter(range(1, 40)), [], 0
+        for n, run in calls:
+            free, before = copier.free_pieces(world.forward), len(world.forward.queue)
+            driver.batches.clear()
+            where = np.array([next(slots) for _ in range(n)])
+            blocks = where % 12
+            stores.append((where, blocks, copier.store(0, blocks, where.astype(np.uint64), where, None, world.forward)))
+            added = world.forward.queue[before:]
+            assert bool(added) == (n <= free), "one block is a piece"
+            assert all(what in world.reached for kind, what in added if kind == "wait")
+            assert not added or all(not isinstance(batch, tuple) or "pause" not in batch for batch in driver.batches)
+            used += bool(added)
+            if run:
+                stores[data.draw(st.integers(0, len(stores) - 1))][2].wait()
+        assert used or not calls or calls[0][0] > ring
+        for where, blocks, copy in stores:
+            copy.wait()
+            load = copier.load(0, blocks, where.astype(np.uint64), where)
+            load.wait()
+            assert not load.bad.any()
+        assert copier.free_pieces(world.forward) == ring
+        copier.close()
 
 
 @pytest.mark.parametrize("together", [False, True])

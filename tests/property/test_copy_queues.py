@@ -36,7 +36,7 @@ class FakeCopy:
 class FakeMemory:
     """A backing and its copier in one."""
 
-    piece_bytes = PIECE_BYTES
+    piece_bytes, on_model_stream = PIECE_BYTES, False
 
     def __init__(self, instance):
         self.instance, self.copier = instance, self

@@ -50,6 +50,49 @@ def test_copy_engine_load_now_issues_whole_load(link, clock):
     assert later.timed and offload.rates[0] != rate
 
 
+class ModelStreamLink(Link):
+    """Gathers stores on a stream that it is given, in a ring with ``room`` for so many calls under way."""
+
+    on_model_stream, room = True, 2
+
+    def __init__(self, clock):
+        super().__init__(clock)
+        self.streams, self.stores = [], []
+
+    def free_pieces(self, stream):
+        return self.room - sum(not call.done() for call in self.stores)
+
+    def store(self, *arguments, stream=None):
+        self.streams.append(stream)
+        self.stores.append(call := super().store(*arguments))
+        return call
+
+
+def test_copy_engine_stores_on_the_models_stream_only_what_its_ring_has_room_for(clock):
+    """What has waited for long since its step ended is gathered beside the model; nothing polls meanwhile in vain."""
+    link = ModelStreamLink(clock)
+    offload = engine(link, clock)
+    ended = SimpleNamespace(query=lambda: True)
+    offload.poll()
+    assert offload.on_model_stream
+    offload.model_stream = "the model's"
+    link.rate = 320 * MIB  # a call takes 0.1 s
+    for _ in range(20):
+        offload.submit_store(store(32, step=1))
+    offload.step_launched(1, None)
+    offload.step_launched(2, ended)
+    offload.poll()
+    assert link.streams == ["the model's"] * 2
+    assert 0 < offload.next_poll() <= module.STORES_PAUSE, "for calls that end"
+    clock.now += 0.15
+    stored = offload.poll().stored
+    assert link.streams == ["the model's"] * 3
+    clock.now += module.MODEL_STREAM_SECONDS
+    stored += offload.poll().stored
+    assert link.streams[3:] and set(link.streams[3:]) == {None}
+    assert len(stored + run(offload, clock, 60).stored) == 20
+
+
 def test_copy_engine_load_now_on_host_ends_at_once(clock):
     offload = engine(CpuLink(clock), clock)
     offload.submit_load(load("now", 30), None)

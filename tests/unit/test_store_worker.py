@@ -27,7 +27,7 @@ from vllm_kvtier.worker.store.store_worker import StoreWorker
 class FakeCopier:
     """Copies end after ``polls`` looks."""
 
-    piece_bytes = 1 << 20
+    piece_bytes, on_model_stream = 1 << 20, False
 
     def __init__(self):
         self.calls, self.polls, self.ended, self.held = [], 3, False, []
@@ -285,7 +285,7 @@ def test_idle_collect_polls_loads(worker, on_device):
 class Link:
     """A device's copies: one after the other at 50 GB/s, each behind its fence (the time when the forward ends)."""
 
-    piece_bytes = 64 << 20
+    piece_bytes, on_model_stream = 64 << 20, False
 
     def __init__(self):
         self.free = 0.0

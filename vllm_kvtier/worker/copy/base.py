@@ -44,6 +44,12 @@ class Copier(Protocol):
     """
 
     piece_bytes: int
+    on_model_stream: bool  # whether stores are to gather on the model's stream while that has room
+
+    def free_pieces(self, stream: Any) -> int:
+        """Pieces that :meth:`store` can gather on ``stream``, the model's (torch.cuda.Stream), without making it wait
+        for the link. Only with ``on_model_stream``."""
+        raise NotImplementedError
 
     def store(
         self,
@@ -52,6 +58,7 @@ class Copier(Protocol):
         keys: np.ndarray,  # uint64 [n] content keys of the checksums
         slots: np.ndarray,  # int64 [n] page numbers in the pool
         after: Any | None = None,  # torch.cuda.Event of the forward that writes the blocks; None: it has ended
+        stream: Any | None = None,  # torch.cuda.Stream to gather on, if ``free_pieces`` are enough; None: an own one
     ) -> Copy:
         """Copy blocks into this rank's part of slots, each with its checksum; returns without waiting.
 

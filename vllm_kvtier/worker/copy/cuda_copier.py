@@ -12,6 +12,10 @@ Staged, a store goes
 and a load the reverse, where only the scatter waits for ``after``. Encoded parts are always staged, and the kernels
 encode and decode as they gather and scatter. Between its copies a store pauses the DMA engine now and then
 (``tuning.PAUSE_BYTES``): the tokens of every step leave by the same engine.
+
+A store can gather on the model's stream instead of its own (``tuning.MODEL_STREAM_PROGRAMS`` says why): only as many
+pieces as the ring has buffers that are drained, so that the model never waits for the link; and without pauses, which
+are kernels too.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from vllm_kvtier.kernels import page_copy
 from vllm_kvtier.wire.slots import PAGE, PIECE_BYTES, PartLayout
@@ -104,18 +109,31 @@ class _Lane:
         self._word = torch.empty(1, dtype=torch.int64, device=device)
         self._word_address = self._word.data_ptr()
         # (through the ring, directly) for each group; encoded parts have only the first.
-        # All of one kind share a stream, and so the scratch.
+        # All of one kind share a stream, and so the scratch. The last two: for the model's stream.
         scratch = [
             (
                 torch.empty((MAX_ROWS, 4), dtype=torch.int64, device=device),
                 torch.empty(MAX_ROWS, dtype=torch.int64, device=device),
             )
-            for _ in range(2)
+            for _ in range(4)
         ]
         self._page_copiers = [
             p.page_copiers(gather, c, scratch, checked, driver.launcher)
             for c, p in zip(self.choices, parts, strict=True)
         ]
+        # The same for the model's stream; kernels of both may run at once.
+        self._model_stream_copiers: list[page_copy.Launches] = []
+        self.on_model_stream = (
+            gather and len(staged) == len(parts)
+            and all(c.on_model_stream and not p.encoded for c, p in staged)
+        )  # fmt: skip
+        if self.on_model_stream:
+            wide = [replace(c, way="staged", programs=tunings.MODEL_STREAM_PROGRAMS) for c in self.choices]
+            self._model_stream_copiers = [
+                p.page_copiers(gather, c, scratch[2:], checked, driver.launcher)[0]
+                for c, p in zip(wide, parts, strict=True)
+            ]
+        self._model_stream: torch.cuda.Stream | None = None  # the last one that was used
         self.spare_events: list[int] = []
         self.spare_args: list[PinnedArgs] = []
         self._under_way: list[CudaCopy] = []
@@ -123,10 +141,18 @@ class _Lane:
 
     def wait_for_failed_call(self) -> None:
         """Wait for what a call enqueued before it failed: once it has raised, vLLM may reuse its blocks."""
-        for stream in self._streams:
+        for stream in self._streams if self._model_stream is None else (*self._streams, self._model_stream):
             stream.synchronize()
         self.spare_args += self._beginning
         self._beginning.clear()
+
+    def free_pieces(self, stream: torch.cuda.Stream) -> int:
+        if self.driver.is_capturing(stream.cuda_stream):
+            return 0
+        for count in range(self._buffers):
+            if not all(map(self.driver.reached, self._drained[(self._next + count) % self._buffers])):
+                return count
+        return self._buffers
 
     def busy(self) -> bool:
         self._under_way = [c for c in self._under_way if not c.done()]
@@ -142,6 +168,7 @@ class _Lane:
         edges: np.ndarray | None,  # int64 [n] registration that holds each; None: one holds all
         after: torch.cuda.Event | None,
         alone: bool,  # nothing is under way in the other direction
+        stream: torch.cuda.Stream | None = None,  # the model's, to gather on
     ) -> CudaCopy:
         n = len(slots)
         copy = CudaCopy(n * part.nbytes, n, not self._gather, self)
@@ -154,13 +181,15 @@ class _Lane:
             args.results[:n] = page_copy.BAD
         after_event = after.cuda_event if after is not None else 0
         choice = self.choices[number]
+        if stream is not None and len(self._pieces(choice, part, 0, n)) > self.free_pieces(stream):
+            stream = None
         direct = n if choice.way == "direct" else 0
         # Kernels over the link in both directions at once reach 0.7 of DMA's rate; adjacent slots need no kernel.
-        if choice.way == "mixed" and alone and not mostly_adjacent(slots, part.nbytes):
+        if choice.way == "mixed" and alone and stream is None and not mostly_adjacent(slots, part.nbytes):
             direct = round(n * choice.direct_share)
         ends: list[int] = []
         if direct < n:
-            self._staged(number, part, args, slots, edges, after_event, direct)
+            self._staged(number, part, args, slots, edges, after_event, direct, stream)
             ends += self._dma_handles[: choice.dma_streams] if self._gather else [self._handle]
         if direct:
             table[:direct, 2] = slots[:direct]
@@ -184,8 +213,13 @@ class _Lane:
                 return self.spare_args.pop(i)
         return _new_args(max(1024, 1 << (n - 1).bit_length()))
 
-    def _staged(self, number, part, args, slots, edges, after_event, start) -> None:
+    def _staged(self, number, part, args, slots, edges, after_event, start, on_model_stream) -> None:
         driver, choice, page_copier = self.driver, self.choices[number], self._page_copiers[number][0]
+        kernels, pause = self._kernels, choice.pause_bytes
+        if on_model_stream is not None:
+            self._model_stream = kernels = on_model_stream
+            page_copier, pause = self._model_stream_copiers[number], None
+        handle = kernels.cuda_stream
         table = args.words.reshape(-1, _ROW_WORDS)
         lines = choice.dma_streams
         for a, b in self._pieces(choice, part, start, len(slots)):
@@ -203,16 +237,16 @@ class _Lane:
                 shares = [((i + buffer) % lines, *cuts[i : i + 2]) for i in range(lines) if cuts[i + 1] > cuts[i]]
             if self._gather:
                 for event in drained:
-                    driver.wait(self._handle, event)
+                    driver.wait(handle, event)
                 if after_event and a == start:
-                    driver.wait(self._handle, after_event)
-                page_copier.launch(args.address + a * _ROW_BYTES, b - a, self._kernels)
-                driver.record(filled[0], self._handle)
+                    driver.wait(handle, after_event)
+                page_copier.launch(args.address + a * _ROW_BYTES, b - a, kernels)
+                driver.record(filled[0], handle)
             for i, first, last in shares:
                 stream = self._dma_handles[i]
                 driver.wait(stream, filled[0] if self._gather else drained[0])
                 some, where = slots[a + first : a + last], edges[a + first : a + last] if edges is not None else None
-                self._move(stream, part, some, where, rows[first:last], choice.pause_bytes)
+                self._move(stream, part, some, where, rows[first:last], pause)
                 driver.record(drained[i] if self._gather else filled[i], stream)
             if not self._gather:
                 for i, _, _ in shares:
@@ -232,7 +266,7 @@ class _Lane:
         return list(zip(bounds, bounds[1:], strict=False)) + ([(end - tail, end)] if tail else [])
 
     def _move(
-        self, stream: int, part: Part, slots: np.ndarray, edges: np.ndarray | None, rows: np.ndarray, pause: int
+        self, stream: int, part: Part, slots: np.ndarray, edges: np.ndarray | None, rows: np.ndarray, pause: int | None
     ) -> None:
         """Enqueues the copies between slots and rows of the ring: adjacent slots in one."""
         driver, nbytes = self.driver, part.nbytes
@@ -254,9 +288,15 @@ class _Lane:
         for first, count in self._with_pauses(stream, 0, len(slots), nbytes, pause):
             driver.copy_batch(targets + 8 * first, sources + 8 * first, sizes, count, stream, order)
 
-    def _with_pauses(self, stream: int, start: int, n: int, nbytes: int, pause: int) -> Iterator[tuple[int, int]]:
+    def _with_pauses(
+        self, stream: int, start: int, n: int, nbytes: int, pause: int | None
+    ) -> Iterator[tuple[int, int]]:
         """(first, count) of ``n`` copies of ``nbytes`` each, with a pause after every ``pause`` bytes, or after each
-        copy if it has more."""
+        copy if it has more. None: no pause."""
+        if pause is None:
+            if n:
+                yield start, n
+            return
         while n:
             left = self._until_pause[stream]
             if left < nbytes:
@@ -273,6 +313,8 @@ class _Lane:
         for page_copiers in self._page_copiers:
             for page_copier, stream in zip(page_copiers, (self._kernels, self._direct), strict=False):
                 page_copier.launch(self.spare_args[-1].address, 0, stream)
+        for page_copier in self._model_stream_copiers:
+            page_copier.launch(self.spare_args[-1].address, 0, self._kernels)
 
     def close(self) -> None:
         for copy in self._under_way:
@@ -323,6 +365,7 @@ class CudaCopier:
                 for gather in (True, False)
             )
         self.piece_bytes = max(c.piece_bytes for lane in (self._stores, self._loads) for c in lane.choices)
+        self.on_model_stream = self._stores.on_model_stream
         self._registered = 0  # bytes from the pool's start
         self._starts: list[int] = []  # addresses of the registrations
         self._closed = False
@@ -337,13 +380,17 @@ class CudaCopier:
         self._starts.append(self._pool + start)
         self._registered += nbytes
 
-    def store(self, group, blocks, keys, slots, after=None) -> CudaCopy:
-        return self._copy(self._stores, self._loads, group, blocks, keys, slots, after)
+    def free_pieces(self, stream: torch.cuda.Stream) -> int:
+        self._driver.enter()
+        return self._stores.free_pieces(stream)
+
+    def store(self, group, blocks, keys, slots, after=None, stream=None) -> CudaCopy:
+        return self._copy(self._stores, self._loads, group, blocks, keys, slots, after, stream)
 
     def load(self, group, blocks, keys, slots, after=None) -> CudaCopy:
         return self._copy(self._loads, self._stores, group, blocks, keys, slots, after)
 
-    def _copy(self, lane: _Lane, other: _Lane, group: int, blocks, keys, slots, after) -> CudaCopy:
+    def _copy(self, lane: _Lane, other: _Lane, group: int, blocks, keys, slots, after, stream=None) -> CudaCopy:
         part = self._parts[group]
         blocks, slots = np.asarray(blocks, dtype=np.int64), np.asarray(slots, dtype=np.int64)
         keys = np.asarray(keys, dtype=np.uint64)
@@ -373,7 +420,7 @@ class CudaCopier:
         self._driver.enter()
         lane.busy()  # takes back events and arguments of copies that ended
         try:
-            return lane.copy(group, part, blocks, keys, offsets, edges, after, not other.busy())
+            return lane.copy(group, part, blocks, keys, offsets, edges, after, not other.busy(), stream)
         except Exception:
             lane.wait_for_failed_call()
             raise

@@ -42,6 +42,8 @@ class HostCopy:
 class HostCopier:
     """See ``worker.copy.base.Copier``. Events are ignored: all work before a call has ended."""
 
+    on_model_stream = False
+
     def __init__(
         self, view: CacheView, pool: tuple[int, int, Any], layouts: Sequence[PartLayout], part_offsets: Sequence[int]
     ):
@@ -65,7 +67,7 @@ class HostCopier:
                 self._groups.append(_Group(view, group, slots, dense))
         self.piece_bytes = ENCODED_PIECE_BYTES if any(layout.encoded for layout in layouts) else PIECE_BYTES
 
-    def store(self, group, blocks, keys, slots, after=None) -> HostCopy:
+    def store(self, group, blocks, keys, slots, after=None, stream=None) -> HostCopy:
         return self._copy(group, blocks, keys, slots, to_slots=True)
 
     def load(self, group, blocks, keys, slots, after=None) -> HostCopy:

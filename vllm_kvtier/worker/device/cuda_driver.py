@@ -75,6 +75,7 @@ _SIGNATURES = {
     "cuEventQuery": [_PTR],
     "cuEventSynchronize": [_PTR],
     "cuStreamWaitEvent": [_PTR, _PTR, _UINT],
+    "cuStreamIsCapturing": [_PTR, ctypes.POINTER(_INT)],
     "cuDeviceGetUuid_v2": [_PTR, _INT],
     "cuMemGetAddressRange_v2": [ctypes.POINTER(_ADDRESS), ctypes.POINTER(_SIZE), _ADDRESS],
     "cuIpcGetMemHandle": [_PTR, _ADDRESS],
@@ -274,6 +275,12 @@ class Driver:
         if result and result != _NOT_READY:
             self._check("cuEventQuery", result, ": the device failed, or an earlier copy or kernel did")
         return not result
+
+    def is_capturing(self, stream: int) -> bool:
+        """Whether what is enqueued on the stream becomes part of a graph now."""
+        state = _INT()
+        self._check("cuStreamIsCapturing", self._cuda.cuStreamIsCapturing(stream, ctypes.byref(state)))
+        return state.value != 0
 
     def synchronize(self, event: int) -> None:
         self._check("cuEventSynchronize", self._cuda.cuEventSynchronize(event))

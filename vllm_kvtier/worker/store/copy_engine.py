@@ -13,11 +13,13 @@ so that the link is busy while this thread waits for the interpreter; and no mor
 behind a long one.
 """
 
+import bisect
 import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 from vllm_kvtier.jobs.results import LoadResult
@@ -26,6 +28,7 @@ from vllm_kvtier.logs import get_logger
 from vllm_kvtier.worker.copy.base import Copy
 from vllm_kvtier.worker.store.copy_queues import CopyBatch, LoadQueue, StoreQueue
 from vllm_kvtier.worker.store.store_memory import Backing, StoreMemory
+from vllm_kvtier.worker.tuning import MODEL_STREAM_SECONDS
 
 logger = get_logger(__name__)
 
@@ -53,6 +56,7 @@ MAX_RUN = 1e-3
 FIRST_RATE = 4e9  # bytes/s before any was measured: less than any GPU's link, about what a CPU core copies
 # Events kept. A later event than that of a store's own step is safe too: the engine's stream runs in order.
 STEP_EVENTS = 16
+STEP_ENDS = 256  # steps whose end is remembered
 
 
 class EndedCopy(NamedTuple):
@@ -174,6 +178,10 @@ class CopyEngine:
         self._piece_bytes = 1  # of its copier
         self._launched = -1
         self._step_events: deque[tuple[int, Any]] = deque(maxlen=STEP_EVENTS)
+        # Whether the copier gathers stores on the model's stream unless they are overdue; and that (torch.cuda.Stream).
+        self.on_model_stream = False
+        self.model_stream: Any | None = None
+        self._step_ends: deque[tuple[int, float]] = deque(maxlen=STEP_ENDS)  # and when it was first seen
         self._logged: set[str] = set()
         self._unwatched = False  # loads were begun by ``load_now`` and not polled since
         # When it was last polled, and whether this was recent enough to tell how long stores took that ended since.
@@ -247,6 +255,8 @@ class CopyEngine:
         self._watched, self._polled_at = now - self._polled_at <= 2 * STORES_PAUSE, now
         self._reap(self._storing, self._storing.calls)
         self._watched = True
+        if self.model_stream is not None and self.stores.nbytes:
+            self._note_step_ends(now)
         self.stores.expire(now)
         # Alternately, a load first: where copies run on this thread, each lane gets at least half of its time.
         while (loading and self._issue_load()) | (stores and self._issue_store()):
@@ -275,7 +285,8 @@ class CopyEngine:
                 ending = steps_follow and lane is self._storing and at > now
                 pauses.append(max(pause, ENDING_STORES_PAUSE) if ending else pause)
             if lane.room(size):
-                pauses.append(at - now)
+                held = lane is self._storing and at <= now and not self._store_may_begin(now)[0]
+                pauses.append(self._overdue_at() - now if held else at - now)
         pause = min(pauses)
         return None if pause == math.inf else max(0.0, pause)
 
@@ -313,6 +324,7 @@ class CopyEngine:
         if backing is self._backing:
             return
         self._backing, self._piece_bytes = backing, 1 if backing is None else backing.copier.piece_bytes
+        self.on_model_stream = backing is not None and backing.copier.on_model_stream
         instance = None if backing is None else backing.instance
         self.stores.drop(lambda job: job.instance != instance)
         self.loads.cancel(lambda job: job.instance != instance, "the node store was restarted", now)
@@ -336,13 +348,38 @@ class CopyEngine:
         if not self._storing.room(self._piece_bytes):
             return False
         began = self._clock()
-        batch = self.stores.next_batch(self._launched, self._piece_bytes, began)
+        may_begin, stream = self._store_may_begin(began)
+        batch = self.stores.next_batch(self._launched, self._piece_bytes, began) if may_begin else None
         if batch is None:
             return False
         # A later event if its own is not kept any more; None for blocks that were written before any step.
         event = next((event for step, event in self._step_events if step >= batch.after_step), None)
-        self._start(self._storing, self._backing.copier.store, batch, event, began)
+        store = self._backing.copier.store
+        self._start(self._storing, store if stream is None else partial(store, stream=stream), batch, event, began)
         return True
+
+    def _store_may_begin(self, now: float) -> tuple[bool, Any | None]:
+        """Whether one may, and the model's stream if it is to gather there."""
+        if self.model_stream is None or self._backing is None or self._overdue_at() <= now:
+            return True, None
+        return self._backing.copier.free_pieces(self.model_stream) > 0, self.model_stream
+
+    def _overdue_at(self) -> float:
+        """When the oldest store will have waited for too long; infinity if its step has not ended."""
+        step = self.stores.oldest_step()
+        if step is None or not self._step_ends or self._step_ends[-1][0] < step:
+            return math.inf
+        at = bisect.bisect_left(self._step_ends, step, key=lambda each: each[0])
+        return self._step_ends[at][1] + MODEL_STREAM_SECONDS
+
+    def _note_step_ends(self, now: float) -> None:
+        known = self._step_ends[-1][0] if self._step_ends else -1
+        for step, event in reversed(self._step_events):
+            if step <= known:
+                return
+            if event is None or event.query():
+                self._step_ends.append((step, now))
+                return
 
     def _start(self, lane: _Lane, copy: Callable[..., Copy], batch: CopyBatch, event: Any, began: float) -> None:
         call = _Call(batch, self._backing)

@@ -135,6 +135,11 @@ class StoreQueue:
         self._waiting_bytes[group] -= batch.nbytes
         return batch
 
+    def oldest_step(self) -> int | None:
+        """The step that the oldest job waits for; None: no block waits."""
+        oldest = min((waiting[0] for waiting in self._waiting if waiting), key=lambda each: each.number, default=None)
+        return None if oldest is None else oldest.job.after_step
+
     def ended(self, batch: CopyBatch, ok: bool) -> None:
         """A batch ended. If it failed, its jobs' blocks from its first on count as not stored."""
         for store, start, _ in batch.spans:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.jobs.results import ABORTED
@@ -102,6 +103,8 @@ class StoreWorker(StoreLoadWorker):
         self._suspended = False
         self._step_events.append((step, event))
         self._runner_polled = now = time.monotonic()
+        if self._engine.on_model_stream and self._engine.model_stream is None:
+            self._engine.model_stream = torch.cuda.current_stream(self._view.device)
         if not self._engine.stores.nbytes:
             return False
         if not self.on_device:
