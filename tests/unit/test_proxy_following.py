@@ -1,6 +1,7 @@
 """Requests that the proxy sends to a prefill engine and a decode engine at once."""
 
 import asyncio
+import json
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ from proxy_fakes import Cluster, text_of, turn
 
 from vllm_kvtier.proxy.config import EngineAddress
 from vllm_kvtier.proxy.engines.engine_http import EngineFailure, EngineHttp
+from vllm_kvtier.proxy.messages.transfer_params import find_params
 from vllm_kvtier.scheduler.matching.transfer_params import read
 
 
@@ -102,11 +104,17 @@ async def test_prefill_that_is_refused_cancels_decode_request(status, then):
             assert "export" not in c.d[0].seen[1].body["kv_transfer_params"]["kvtier"], "it computes the prompt"
 
 
-async def test_engine_with_several_endpoints_is_not_followed():
+@pytest.mark.parametrize("also", ["", "an address is configured", "another rank answered since"])
+async def test_engine_with_several_endpoints_is_not_followed(monkeypatch, also):
     """Data-parallel ranks behind one URL: the decode engine asked the wrong one."""
-    async with following() as c:
+    options = {"engine": {"kv_host": "127.0.0.1", "kv_port": 4320}} if also == "an address is configured" else {}
+    async with following(**options) as c:
         asked = asyncio.create_task(c.chat("hello"))
         _, to_d = await both_asked(c)
+        if also == "another rank answered since":
+            first = find_params(json.dumps({"kv_transfer_params": c.p[0].params({})}).encode())
+            learn = c.core.prefill[0].learn
+            monkeypatch.setattr(c.core.prefill[0], "learn", lambda params: (learn(params), learn(first)))
         c.p[0].kv_port = 4321
         c.p[0].hold.set()
         await asyncio.wait_for(to_d.aborted.wait(), 10)

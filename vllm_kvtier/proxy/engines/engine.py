@@ -105,6 +105,11 @@ class Engine:
         """The endpoint for other engines; the operator's address takes precedence over the engine's."""
         if self.address.kv_host is not None and self.address.kv_port is not None:
             return Source(self._engine_id or "", self.address.kv_host, self.address.kv_port)
+        return self.last_named
+
+    @property
+    def last_named(self) -> Source | None:
+        """The endpoint that its last answer named."""
         if self._engine_id is None or self._endpoint is None:
             return None
         return Source(self._engine_id, *self._endpoint)

@@ -1,8 +1,8 @@
 """A request that is sent to a prefill engine and to a decode engine at the same time.
 
 The proxy names the prefill's export. The decode engine asks the prefill engine for it at once, and pulls each step's
-KV while the next one is computed. That needs a prefill engine whose endpoint is known: its first request, and the first
-after a failure, are sent one after the other. So are requests beyond ``max_followed_prefills``.
+KV while the next one is computed. That needs a prefill engine whose endpoint is known from an answer: its first
+request, and the first after a failure, are sent one after the other. So are requests beyond ``max_followed_prefills``.
 
 Failures, where they differ from ``routes.generation``:
 
@@ -44,7 +44,7 @@ class FollowingGeneration(Generation):
 
     def _can_follow(self, prefill: Engine, decode: Engine) -> bool:
         room = decode.followed_prefills < self._config.max_followed_prefills
-        known = prefill.can_be_followed and prefill.source is not None
+        known = prefill.can_be_followed and prefill.last_named is not None
         return room and known and prefill.usable and decode.usable
 
     async def _both(
@@ -52,7 +52,7 @@ class FollowingGeneration(Generation):
     ) -> tuple[Prefill | None, Answer | None, Answer | None]:
         """(How the prefill ended, None if it was cancelled; the client's answer, None if there is none yet; an answer
         of the decode engine for which another one is to be tried.)"""
-        source, name = prefill.engine.source, uuid.uuid4().hex
+        source, name = prefill.engine.last_named, uuid.uuid4().hex
         assert source is not None, "_can_follow"
         self._core.count("followed")
         deadline = self._prefill_deadline()
@@ -71,7 +71,7 @@ class FollowingGeneration(Generation):
                 self._core.count("prefill_failures")
             if outcome is Prefill.LOST and time.monotonic() >= deadline:
                 outcome = Prefill.FAILED  # it hangs, and the decode engine waits for it
-            now = prefill.engine.source
+            now = self._prefill_params.source if self._prefill_params is not None else None
             moved = now is not None and (now.host, now.port) != (source.host, source.port)
             if (outcome is Prefill.DONE and moved) or outcome not in (Prefill.DONE, Prefill.LOST):
                 self._attempts = 0  # the decode request ends as if it had not been sent
