@@ -423,7 +423,14 @@ def _malformed(world, p):
     follow.notify()
 
 
-@pytest.mark.parametrize("end", [lambda world, p: world.end_with(p, "unreachable"), _malformed])
+def _shorter(world, p):
+    """The export, with fewer tokens than the prompt has."""
+    follow = world.followed(p)
+    follow.grants.append(LeasedBlocks(("p", 1), "p/1", 99, 0, 29, [list(range(1, 9))], ["rank"]))
+    follow.notify()
+
+
+@pytest.mark.parametrize("end", [lambda world, p: world.end_with(p, "unreachable"), _malformed, _shorter])
 def test_followed_prefill_lost_before_allocation_fails_the_load(end):
     """An error in our code would count, and switch the connector off after a few."""
     world, p = _matched()

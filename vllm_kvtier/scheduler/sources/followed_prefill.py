@@ -200,10 +200,11 @@ class FollowedPrefillSource(PrefillHandoffSource):
     def fits(self, state: RequestState, hit: LookupHit) -> bool:
         return True  # ``read_answer`` checked what it was made of
 
-    def _are_sound(self, pending: PendingLookup, grants: Iterable[LeasedBlocks], end: int) -> bool:
-        """Another process made them, and their numbers become indices. ``end``: of those before."""
+    def _are_sound(self, pending: PendingLookup, grants: Iterable[LeasedBlocks], end: int, promised: int = 0) -> bool:
+        """Another process made them, and their numbers become indices. ``end``: of those before. ``promised``: tokens
+        that vLLM was promised."""
         for leased in grants:
-            if leased.start > (pending.start if leased.final else end):
+            if leased.start > (pending.start if leased.final else end) or (leased.final and leased.tokens < promised):
                 return False
             if not leased.final and any(leased.tokens % size for size, _ in self._geometry.groups):
                 return False
@@ -240,7 +241,8 @@ class FollowedPrefillSource(PrefillHandoffSource):
         if last.path is not ReadPath.MAPPED or last.instance != same or (last.block_tokens or sizes) != sizes:
             return
         nbytes = last.nbytes * (f.tokens - given) // max(1, last.tokens - last.start)
-        if not (self._are_sound(state.pending, grants, given) and sync_load.may_end(state, PEER_GPU, nbytes, same)):
+        sound = self._are_sound(state.pending, grants, given, f.tokens)
+        if not (sound and sync_load.may_end(state, PEER_GPU, nbytes, same)):
             return
         job = self._read(f, [last], len(grants), more=False)
         assert isinstance(job, PeerFetchJob)
@@ -276,7 +278,7 @@ class FollowedPrefillSource(PrefillHandoffSource):
             return self._close(f, "")
         ended = answer.ended  # before ``grants``, which do not change after it
         grants = answer.grants[f.used :]
-        bad = not self._are_sound(f.state.pending, grants, f.given)
+        bad = not self._are_sound(f.state.pending, grants, f.given, f.tokens)
         if f.failed or bad or (ended is not None and ended.code in _GONE):
             why = (
                 "a stretch was not read" if f.failed else "a malformed grant" if bad else ended.reason if ended else ""
