@@ -147,6 +147,11 @@ class KVTierConnectorScheduler(SchedulerParts):
             return {"peer": tokens}
         return state.hit.source.hit_sources(state, tokens)
 
+    @property
+    def busy(self) -> bool:
+        """Whether any request has not ended."""
+        return bool(len(self._matcher))
+
     def begin_step(self, output: Any) -> StepWork:
         """The work of a step. vLLM counts on the loads, whatever else raises.
 
