@@ -10,6 +10,8 @@ from support import Uncontained
 from vllm_kvtier.jobs.results import FetchResult, LoadResult, PullResult
 from vllm_kvtier.scheduler.connector_scheduler import KVTierConnectorScheduler
 from vllm_kvtier.scheduler.context import BlockGeometry
+from vllm_kvtier.scheduler.leases.export_builder import ExportBuilder
+from vllm_kvtier.scheduler.leases.exports import ExportTable, LeaseKind
 from vllm_kvtier.scheduler.matching.request_lifecycle import State
 from vllm_kvtier.scheduler.peer_access import PeerAccess
 from vllm_kvtier.scheduler.sources.node_store import NodeStoreSource
@@ -48,6 +50,16 @@ def half():
     )
     half._outcomes = load_results(load_context([(16, None)], 16, counters=half.counters), half._matcher)
     return half
+
+
+def test_prefill_is_known_by_name_from_its_arrival_to_its_end(half):
+    load = load_context([(16, None)], 16)
+    half._exporter = ExportBuilder(load.engine, ExportTable(16, dict.fromkeys(LeaseKind, 2)), load.checksum_index)
+    half._info, half._store = SimpleNamespace(unsupported="no KV cache"), None
+    half.on_new_request(SimpleNamespace(kv_transfer_params={"do_remote_decode": True, "kvtier": {"export_as": "e"}}))
+    assert half._exporter.queued == {"e"}
+    half._exporter.prefill_ended("e")
+    assert not half._exporter.queued
 
 
 @pytest.mark.parametrize(

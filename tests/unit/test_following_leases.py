@@ -213,6 +213,18 @@ def test_prefill_that_waits_is_waited_for_while_its_engine_answers(make):
     eventually(lambda: running.parked() == 0)
 
 
+def test_sign_of_an_engine_that_lacks_the_prefill_prolongs_nothing(make):
+    """The prefill may have been lost on its way, or be at another rank."""
+    running, asker = Running(make), make(Asker)
+    events = running.source.endpoint._events
+    running.source.endpoint._events = dataclasses.replace(events, will_prefill=lambda export: False)
+    pending, _ = follow(asker, running.source, max_wait=1.5)
+    first = pending.deadline
+    eventually(lambda: pending.ended)
+    assert pending.deadline == first
+    eventually(lambda: running.parked() == 0)
+
+
 def test_requests_that_wait_are_bounded(make, monkeypatch):
     monkeypatch.setattr(lease_server, "MAX_PARKED", 3)
     running, asker = Running(make), make(Asker)

@@ -56,6 +56,8 @@ class KVTierConnectorScheduler(SchedulerParts):
     def on_new_request(self, request: Any) -> None:
         """vLLM will schedule a request. Send its lookup; and if others are before it, have the store promote its
         blocks. A prefill for another engine ends where that one can go on; one by another engine is kept there."""
+        if name := read(request.kv_transfer_params).export_as:
+            self._exporter.queued.add(name)
         if not (self._info.unsupported or self._passive or self._access.closed):
             self._exporter.prepare(request)
             if request.kv_transfer_params:

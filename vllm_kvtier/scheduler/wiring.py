@@ -108,6 +108,7 @@ class SchedulerParts(ABC):
             lease_cached=cache_leases.lease,
             lease_stretch=lambda *request: self._stretches.lease(*request),
             on_released=lambda export: self._stretches.release_export(export),
+            will_prefill=lambda export: export in self._exporter.queued,
         )
         self._endpoint = LeaseServer(engine, self._exports, key, events)
         identity.address = (self._endpoint.host, self._endpoint.port)

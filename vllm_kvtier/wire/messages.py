@@ -202,7 +202,7 @@ class StopFollowing(msgspec.Struct, frozen=True, tag="stop_following"):
 
 
 class StillPrefilling(msgspec.Struct, frozen=True, tag="still_prefilling"):
-    """Answer to Ping for each lease request that follows a prefill which has not ended."""
+    """Answer to Ping for each lease request that follows a prefill which is queued or runs."""
 
     lookup_id: Count
 

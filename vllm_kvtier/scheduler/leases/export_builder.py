@@ -62,7 +62,9 @@ class ExportBuilder:
         self._hasten = False
         self.urgent = False  # a peer waits for this step's checksums
         self.step = 0
-        # Prefills that other engines know by name before they end (``Hints.export_as``), and names of those that ended.
+        # Prefills that other engines know by name before they end (``Hints.export_as``): names of all that vLLM has
+        # queued or runs, those that run, and names of those that ended.
+        self.queued: set[str] = set()
         self.running: dict[str, tuple[RequestState, Table]] = {}
         self.ended: OrderedDict[str, None] = OrderedDict()
         self.unwanted: OrderedDict[str, None] = OrderedDict()  # not to be exported: they run, or wait for that
@@ -235,6 +237,7 @@ class ExportBuilder:
     def prefill_ended(self, name: str) -> None:
         """Call after ``finished``, or in place of it: a prefill that was named ahead has ended, with an export or
         not."""
+        self.queued.discard(name)
         self.running.pop(name, None)
         self.unwanted.pop(name, None)
         _remember(self.ended, name)

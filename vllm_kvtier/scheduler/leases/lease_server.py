@@ -78,7 +78,7 @@ class LeaseServerEvents:
     this prefix.
     ``lease_cached``: lease blocks of the prefix cache itself; its answer may come from another thread.
     ``lease_stretch``: the same of a prefill that goes on (``PrefillStretches.lease``). ``on_released``: an export that
-    is not here will not be pulled.
+    is not here will not be pulled. ``will_prefill``: whether vLLM has queued, or runs, the prefill of this name.
     """
 
     on_freed: Callable[[], object]
@@ -88,6 +88,7 @@ class LeaseServerEvents:
     lease_cached: LeaseCached | None = None
     lease_stretch: LeaseCached | None = None
     on_released: Callable[[str], object] = lambda export: None
+    will_prefill: Callable[[str], bool] = lambda export: True
 
 
 class LeaseServer(LeaseListener[Connection]):
@@ -230,8 +231,9 @@ class LeaseServer(LeaseListener[Connection]):
                 for export in message.exports:
                     self._exports.keep(export, self._config.handoff_seconds)
                 for p in [p for p in self._parked if p.identity == identity and p.request.follow]:
-                    p.deadline = time.monotonic() + p.request.wait_seconds
-                    self._send(identity, m.StillPrefilling(p.request.lookup_id))
+                    if self._events.will_prefill(p.request.export):  # else it may have been lost on its way
+                        p.deadline = time.monotonic() + p.request.wait_seconds
+                        self._send(identity, m.StillPrefilling(p.request.lookup_id))
             case m.Query() | m.Inspect() | m.PinPrompt() | m.Warm() | m.Explain() | m.GetIdentity():
                 self._events.on_question(message, partial(self._answer, identity))
             case _:
