@@ -108,8 +108,9 @@ class StoreClient:
     gets Changes on the reactor's thread.
 
     ``launch`` is called on a thread of its own if no store listens at ``path``; it returns once one does, or raises
-    KVTierError. No method blocks. Requests without an answer (touch, release, commit, abort, discard, present,
-    send_cached, follow, label) do nothing while not connected, or if ``session`` is given and not the current one.
+    KVTierError. ``dial``, to be set before ``start``, connects to the store. No method blocks. Requests without an
+    answer (touch, release, commit, abort, discard, present, send_cached, follow, label) do nothing while not connected,
+    or if ``session`` is given and not the current one.
     """
 
     def __init__(
@@ -122,6 +123,7 @@ class StoreClient:
         lookup_timeout: float = 2.0,
         on_change: Callable[[], None] | None = None,
     ):
+        self.dial: Callable[[], socket.socket | None] = lambda: None  # None: by the path
         self.connected, self.reason = False, "not connected yet"
         self.instance, self.session, self.pool_pages, self.ready_pages = "", 0, 0, 0
         self.tiers: tuple[str, ...] = ()
@@ -312,8 +314,10 @@ class StoreClient:
             return
         sock = None
         try:
-            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
-            sock.connect(self._path)
+            sock = self.dial()
+            if sock is None:
+                sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+                sock.connect(self._path)
         except OSError as error:  # includes BlockingIOError: its queue of connections is full
             if sock is not None:
                 sock.close()

@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import zmq
@@ -56,12 +56,26 @@ class Described(msgspec.Struct, frozen=True, tag="described"):
 class PoolSetup(msgspec.Struct, frozen=True, tag="pool_setup"):
     """The node store's socket and the layout of its slots. ``offsets[rank][g]``: bytes from the slot's beginning to the
     rank's part. ``writes[rank][g]``: whether this rank writes the part (one of the ranks with equal bytes does).
-    ``codecs``: name of the codec, by group."""
+    ``codecs``: name of the codec, by group.
+
+    ``nodes[rank]``: number of the rank's node, if the engine is on several. Then LoadJob and StoreBlocks have slots and
+    instances of each node's store. ``launch``: the other nodes use this user's default store in place of ``path``, and
+    start it with these options."""
 
     path: str
     offsets: list[list[Count]]
     writes: list[list[bool]]
     codecs: list[str]
+    nodes: list[Count] = []
+    launch: dict[str, Any] | None = None
+
+
+class StoreFrame(msgspec.Struct, frozen=True, tag="store_frame"):
+    """A frame between the scheduler side and the store on this rank's node, see ``store.tunnel``."""
+
+    rank: Count
+    number: Count
+    frame: bytes
 
 
 class RemoteStoreSetup(msgspec.Struct, frozen=True, tag="remote_store_setup"):
@@ -92,7 +106,8 @@ class PoolReady(msgspec.Struct, frozen=True, tag="pool_ready"):
 
 
 class StoreBlocks(msgspec.Struct, frozen=True, tag="store_blocks"):
-    """Copy blocks of one group to slots after the forward pass of ``step``. Arrays are little-endian int64."""
+    """Copy blocks of one group to slots after the forward pass of ``step``. Arrays are little-endian int64. Of an
+    engine over several nodes ``slots`` has those of one node after the other, 0 where its store has the blocks."""
 
     order: Count
     instance: Name
@@ -162,6 +177,7 @@ LinkMessage = (
     | Serve
     | PoolSetup
     | PoolReady
+    | StoreFrame
     | StoreBlocks
     | CancelStores
     | Stored
@@ -255,12 +271,13 @@ def _dealer(reactor: Reactor, place: LinkPlace) -> zmq.Socket[bytes]:
 
 
 class LinkServer:
-    """The scheduler side: receives from every worker, sends to all of them."""
+    """The scheduler side: receives from every worker, sends to all of them, or to a rank that has described itself."""
 
     def __init__(self, reactor: Reactor, path: str, on_message: Callable[[LinkMessage], None]):
         self._on_message = on_message
         self._workers: set[bytes] = set()
         self._latest = _Latest()
+        self._ranks: dict[int, bytes] = {}
         Path(path).unlink(missing_ok=True)
         self._socket = reactor.context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -269,9 +286,9 @@ class LinkServer:
         reactor.add_socket(self._socket, lambda: drain(self._socket, self._receive))
         reactor.on_stop(lambda: Path(path).unlink(missing_ok=True))
 
-    def send(self, message: msgspec.Struct) -> None:
+    def send(self, message: msgspec.Struct, rank: int | None = None) -> None:
         frame = self._latest.frame(message)
-        for worker in self._workers:
+        for worker in self._workers if rank is None else [self._ranks[rank]]:
             self._socket.send_multipart([worker, frame], zmq.NOBLOCK)
 
     def _receive(self, frames: list[bytes]) -> None:
@@ -280,7 +297,10 @@ class LinkServer:
             for frame in self._latest.frames():
                 self._socket.send_multipart([frames[0], frame], zmq.NOBLOCK)
             return
-        self._on_message(decode_link(frames[-1]))
+        message = decode_link(frames[-1])
+        if isinstance(message, Described):
+            self._ranks[message.rank] = frames[0]
+        self._on_message(message)
 
 
 class LinkClient:

@@ -1,0 +1,130 @@
+"""A store's client over the link of a worker on the store's node, with a real store."""
+
+import os
+import signal
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+from store_process import Store
+from store_support import EVERYTHING, NAMESPACE_ID, block_hashes_of, engine_hello, items_of
+from support import eventually
+
+from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.store.client import Failed, StoreClient
+from vllm_kvtier.store.protocol import Found, Reserved
+from vllm_kvtier.store.tunnel import TunnelClient, TunnelServer
+from vllm_kvtier.wire.reactor import Reactor
+
+TIMEOUT = 0.5
+
+
+@pytest.fixture
+def made(tmp_path):
+    """``link``: an event; while it is cleared, frames of both directions wait."""
+    near, far, link = Reactor("near"), Reactor("far"), threading.Event()
+    link.set()
+    waiting = []
+
+    def send(reactor, deliver):
+        def carry(*frame):
+            waiting.append(lambda: reactor.call_soon(lambda: deliver()(*frame)))
+            go_on()
+
+        return carry
+
+    def go_on():
+        while link.is_set() and waiting:
+            waiting.pop(0)()
+
+    launched, store = [], Store(tmp_path)
+    ends = {}
+    ends["near"] = TunnelClient(near, send(far, lambda: ends["far"].deliver))
+    launch = lambda: launched.append(1) or store.start()  # noqa: E731
+    ends["far"] = TunnelServer(far, send(near, lambda: ends["near"].deliver), store.path, launch)
+    client = StoreClient(near, "far away", engine_hello(), lookup_timeout=TIMEOUT)
+    client.dial = ends["near"].dial
+    near.start()
+    far.start()
+    yield SimpleNamespace(client=client, store=store, link=link, go_on=go_on, launched=launched, ends=ends)
+    near.stop()
+    far.stop()
+    store.kill()
+
+
+def ask(client, hashes):
+    pending = client.lookup(NAMESPACE_ID, hashes, 0, EVERYTHING)
+    assert pending.wait(10 * TIMEOUT)
+    return pending.outcome
+
+
+def store_and_find(client, name):
+    hashes = block_hashes_of((5, name))
+    pending = client.reserve(NAMESPACE_ID, b"", *items_of(hashes), EVERYTHING)
+    assert pending.wait(10 * TIMEOUT) and isinstance(pending.outcome, Reserved)
+    client.commit(pending.outcome.slots, pending.session)
+    found = ask(client, hashes)
+    assert isinstance(found, Found) and found.slots == [pending.outcome.slots]
+    client.release(found.lease)
+
+
+def test_tunnelled_client_starts_the_store_and_uses_it(made):
+    made.client.start()
+    eventually(lambda: made.client.connected, 30)
+    assert made.launched == [1] and made.client.presence is None
+    store_and_find(made.client, "a")
+    [engine] = [each for each in made.store.counts().clients if each.kind == "engine"]
+    assert (engine.leases, engine.reservations) == (0, 0)
+    made.client.close()
+    eventually(lambda: not [each for each in made.store.counts().clients if each.kind == "engine"], 10)
+    assert not made.ends["near"]._streams and not made.ends["far"]._streams
+
+
+def test_tunnelled_client_survives_the_end_and_a_hang_of_the_store(made):
+    made.store.start()
+    made.client.start()
+    eventually(lambda: made.client.connected, 30)
+    first = made.client.instance
+    made.store.kill()
+    eventually(lambda: not made.client.connected, 10)
+    assert isinstance(ask(made.client, b""), Failed)
+    eventually(lambda: made.client.connected, 30)
+    assert made.client.instance != first and made.launched == [1]
+    store_and_find(made.client, "b")
+    os.kill(made.store.process.pid, signal.SIGSTOP)
+    try:
+        began = time.monotonic()
+        assert isinstance(ask(made.client, b""), Failed) and time.monotonic() - began < 4 * TIMEOUT
+    finally:
+        os.kill(made.store.process.pid, signal.SIGCONT)
+    eventually(lambda: made.client.connected, 30)
+    store_and_find(made.client, "c")
+
+
+def test_tunnelled_client_gives_up_a_link_that_is_silent_and_ignores_what_comes_late(made):
+    made.store.start()
+    made.client.start()
+    eventually(lambda: made.client.connected, 30)
+    for cut in range(3):
+        made.link.clear()
+        assert isinstance(ask(made.client, b""), Failed)
+        eventually(lambda: not made.client.connected, 10)
+        made.link.set()
+        made.go_on()  # frames of closed connections, in both directions
+        eventually(lambda: made.client.connected, 30)
+        store_and_find(made.client, f"cut {cut}")
+    engines = lambda: [each for each in made.store.counts().clients if each.kind == "engine"]  # noqa: E731
+    eventually(lambda: len(engines()) == 1, 10)
+
+
+def test_tunnel_whose_store_cannot_be_started_says_so_and_tries_again(made, caplog):
+    def launch():
+        raise KVTierError("no memory for it")
+
+    made.ends["far"]._starter._launch = launch
+    made.client.start()
+    eventually(lambda: "no memory for it" in caplog.text, 10)
+    made.store.start()
+    eventually(lambda: made.client.connected, 30)
+    store_and_find(made.client, "d")
