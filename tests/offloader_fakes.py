@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 from tier_fakes import FakePending
 
 from vllm_kvtier.store.client import Failed
@@ -27,6 +28,12 @@ class FakeReactor:
 
 class FakeTier:
     """A store whose answers the test sends; it records the block of each slot."""
+
+    def by_writers(self, items):
+        return [(items, set(self.writers[items[0].group]))]
+
+    def slot_array(self, slots):
+        return np.array(slots, np.int64)
 
     def __init__(self, writers, full=()):
         self.writers, self.instance, self._session = writers, "s1", 1

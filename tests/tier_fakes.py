@@ -160,7 +160,8 @@ def make_tier(
     ranks = ranks or [described(0, groups, [0] * len(groups))]
     later, setups, lost = [], [], []
     reactor = SimpleNamespace(
-        call_later=lambda delay, callback: later.append(callback), call_within=lambda seconds, callback: callback()
+        call_later=lambda delay, callback: later.append(callback), call_within=lambda seconds, callback: callback(),
+        on_stop=lambda callback: None,
     )
     given = {"config": KVTierConfig(store="/nowhere/store.sock", **options), "info": {"world_size": len(ranks)}}
     load = load_context(groups, hash_block_size, **{**given, "reactor": reactor, **(context or {})})

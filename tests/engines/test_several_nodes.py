@@ -1,5 +1,6 @@
 """An engine over two nodes, by vLLM's --nnodes, beside one on a single node: hand-offs and the next turn, both ways,
-and the end of one node. Both nodes are this machine; the workers of each find those of the other as on another one.
+the stores of both nodes, and the end of one node. Both nodes are this machine; the workers of each find those of the
+other as on another one.
 """
 
 import asyncio
@@ -8,12 +9,14 @@ import random
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import httpx
 import pytest
-from engine_client import Driver, driving, random_tokens, with_sources
+from engine_client import driving, random_tokens, with_sources
 from engine_fixtures import BLOCK, ENGINE_FLAGS, SHORT, TESTS_ON_PATH, start_missing
+from node_fixtures import NodeDriver, NodeStore, runtime_dir, store_env, store_in
 from spread_connector import VARIABLE
 from zygote import Forked, Zygote
 
@@ -30,6 +33,7 @@ class Spread(NamedTuple):
     two: Engine  # over two nodes
     start_second: Callable[[], None]  # node of ``two``
     second: list[Forked]  # the one started last is last
+    stores: list[NodeStore]  # by node; ``one`` uses the first too
 
 
 @pytest.fixture(scope="module")
@@ -41,9 +45,12 @@ def key_file(log_dir) -> str:
 
 @pytest.fixture(scope="module")
 def spread(model_path, log_dir, plain, zygote: Zygote, key_file) -> Iterator[Spread]:
-    runtimes = [log_dir / f"runtime-{n}" for n in range(2)]
-    for each in runtimes:
-        each.mkdir(mode=0o700)
+    with runtime_dir() as first, runtime_dir() as second:
+        yield from spread_over(first, second, model_path, log_dir, plain, zygote, key_file)
+
+
+def spread_over(first, second_dir, model_path, log_dir, plain, zygote, key_file) -> Iterator[Spread]:
+    runtimes = [first, second_dir]
     named = {"kv_connector": "SpreadConnector", "kv_connector_module_path": "spread_connector"}
     extra = {**SHORT, "lookup_timeout": 5.0, "store": "auto", "store_size": "64MiB", "cluster_key_file": key_file}
     engines = []
@@ -52,7 +59,7 @@ def spread(model_path, log_dir, plain, zygote: Zygote, key_file) -> Iterator[Spr
             flags += ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
             flags += ["--tensor-parallel-size", "2", "--distributed-executor-backend", "mp"]
         kv = {**kvtier({**extra, "endpoint_port": free_port()}), **(named if flags else {})}
-        env = {**TESTS_ON_PATH, VARIABLE: "0", "XDG_RUNTIME_DIR": str(runtimes[0])}
+        env = {**TESTS_ON_PATH, VARIABLE: "0", **store_env(runtimes[0])}
         options = {**ENGINE_FLAGS, "args": (*ENGINE_FLAGS["args"], *flags)}
         engines.append(Engine(model_path, name=f"spread-{name}", kv=kv, log_dir=log_dir, env=env, **options))
     one, two = engines
@@ -61,13 +68,13 @@ def spread(model_path, log_dir, plain, zygote: Zygote, key_file) -> Iterator[Spr
     flags[flags.index("--node-rank") + 1] = "1"
 
     def start_second() -> None:
-        env = {**zygote.env, **TESTS_ON_PATH, VARIABLE: "1", "XDG_RUNTIME_DIR": str(runtimes[1])}
+        env = {**zygote.env, **TESTS_ON_PATH, VARIABLE: "1", **store_env(runtimes[1])}
         with (log_dir / "spread-second.log").open("ab") as log:
             second.append(zygote.start_script([SCRIPT, *flags], env, log, log))
 
     start_second()
     start_missing([one, two, plain])
-    yield Spread(one, two, start_second, second)
+    yield Spread(one, two, start_second, second, [store_in(each) for each in runtimes])
     kill_all(engines)
     for each in second:
         if each.poll() is None:
@@ -75,8 +82,9 @@ def spread(model_path, log_dir, plain, zygote: Zygote, key_file) -> Iterator[Spr
 
 
 @pytest.fixture
-async def shapes(spread, plain, key_file) -> AsyncIterator[tuple[Spread, Driver]]:
-    async with driving(plain, key=ClusterKey.load(key_file)) as driver:
+async def shapes(spread, plain, key_file) -> AsyncIterator[tuple[Spread, NodeDriver]]:
+    async with driving(plain, NodeDriver, key=ClusterKey.load(key_file)) as driver:
+        driver.node = SimpleNamespace(truths={})
         await driver.until_idle(spread.one, spread.two)  # and before that until they answer
         yield spread, driver
         await driver.until_idle(spread.one, spread.two, seconds=25)
@@ -97,7 +105,48 @@ async def test_handoff_and_next_turn_of_an_engine_over_two_nodes(shapes):
             reply = await driver.prefill(p, longer, with_sources(d))
             assert reply.pulled >= BLOCK, reply.report
             await driver.assert_right(reply, longer, (p.name, d.name, length))
-    assert "its workers are on 2 nodes" in engines.two.log_path.read_text()  # the store is of one node
+
+
+async def from_stores(driver: NodeDriver, engine: Engine, prompt: list[int]) -> int:
+    """Tokens of a right answer that come from the stores, when vLLM's prefix cache has nothing."""
+    await driver.reset(engine)
+    reply = await driver.asked(engine, prompt)
+    assert reply.report["pulled_from"] == "host" or not reply.pulled, reply.report
+    return reply.pulled
+
+
+async def test_engine_over_two_nodes_loads_from_the_store_of_each(shapes):
+    """As long as both have a prompt: one store's end, hang or wrong bytes cost time, and no answer."""
+    engines, driver = shapes
+    two, prompt = engines.two, random_tokens(random.Random("stores"), 700)
+    whole = len(prompt) // BLOCK * BLOCK
+
+    async def stored_and_loaded(what: str) -> None:
+        async def again() -> bool:
+            await driver.asked(two, prompt)
+            return (await driver.query(two, prompt)).stored >= whole and await from_stores(driver, two, prompt) == whole
+
+        await driver.until(again, 40, what)
+
+    await stored_and_loaded("both nodes store it")
+    counts = [await asyncio.to_thread(store.counts) for store in engines.stores]
+    assert len({each.instance for each in counts}) == 2
+    assert all(each.index.entries >= whole // BLOCK for each in counts), counts
+    for store in engines.stores[::-1]:
+        await asyncio.to_thread(store.kill)
+        assert await from_stores(driver, two, prompt) == 0
+        await stored_and_loaded("its worker started another one")
+        with store.memory() as memory:
+            flipped = [memory.flip(random.Random(page), page) for page in memory.written()]
+        assert await from_stores(driver, two, prompt) == 0 and flipped
+        await stored_and_loaded("wrong blocks were discarded and stored again")
+    store = engines.stores[1]
+    store.pause()
+    try:
+        assert await asyncio.wait_for(from_stores(driver, two, prompt), 20) == 0
+    finally:
+        store.resume()
+    await stored_and_loaded("it goes on")
 
 
 @pytest.mark.slow

@@ -2,16 +2,20 @@
 answers."""
 
 import logging
+from types import SimpleNamespace
 
 import msgspec
+import numpy as np
 import pytest
-from tier_fakes import NAMESPACE, POOL, described, group_view, make_tier
+from support import make_request
+from tier_fakes import NAMESPACE, POOL, FakePending, described, group_view, make_tier
 
 from vllm_kvtier.config import KVTierConfig
+from vllm_kvtier.jobs.results import LoadResult
 from vllm_kvtier.scheduler.sources.node_store import _store_options
 from vllm_kvtier.store.client import Failed
 from vllm_kvtier.store.options import StoreOptions
-from vllm_kvtier.store.protocol import HASH_BYTES, MAX_HASH_BLOCKS, PAGE, Done
+from vllm_kvtier.store.protocol import EXISTS, HASH_BYTES, MAX_HASH_BLOCKS, PAGE, Done, Reserved
 from vllm_kvtier.wire import link as m
 from vllm_kvtier.wire.slots import PIECE_BYTES, part_layout, slot_layout
 
@@ -161,10 +165,115 @@ def test_store_slots_have_parts_per_pipeline_stage():
     assert ask.poll().nbytes == 2 * max(sizes), "the rank with most bytes is through last"
 
 
-def test_store_is_refused_to_ranks_on_several_nodes():
-    ranks = [m.Described(r, (group_view(0, 16),), (r,), f"node {r}") for r in range(2)]
-    with pytest.raises(ValueError, match="its workers are on 2 nodes"):
-        make_tier(ONE, ranks, hash_block_size=16)
+# -- an engine over several nodes ----------------------------------------------------------------------------------
+
+
+def spread(shards=(0, 1, 2), nodes=("a", "a", "b"), **options):
+    """A source whose ranks are on ``nodes``, all connected; the clients by node."""
+    ranks = [m.Described(r, (group_view(0, 16),), (shards[r],), node) for r, node in enumerate(nodes)]
+    context = {"config": options["config"]} if options else {}
+    made = make_tier(ONE, ranks, hash_block_size=16, connect=False, context=context)
+    made.clients = made.tier._joined._clients
+    for number, client in enumerate(made.clients):
+        client.connect(f"life-{number}")
+    for r, node in enumerate(made.setup.nodes):
+        assert not made.tier.limit()
+        made.tier.reached(m.PoolReady(r, f"life-{node}", (POOL + node) * PAGE))
+    assert made.tier.limit() == POOL
+    return made
+
+
+def load_from_stores(made, count=3):
+    """A request's LoadJob of ``count`` blocks; its state."""
+    pending = made.tier.ask(0, BLOCK_HASHES, b"")
+    for number, client in enumerate(made.clients):
+        client.answer(client.open[0], count, [[100 * (number + 1) + 5 * i for i in range(count)]])
+    request = make_request("r", list(range(16 * count + 1)), 16)
+    state = SimpleNamespace(request=request, hit=pending.poll(), num_computed_tokens=0, lora_fingerprint=b"", job=None)
+    state.job = made.tier.build_job(state, (list(range(11, 11 + count)),), 16 * count)
+    return state
+
+
+def test_stores_of_several_nodes_have_the_parts_of_their_ranks():
+    made = spread()
+    part = part_layout(group_view(0, 16)).nbytes
+    assert made.setup.offsets == [[0], [part], [0]] and made.setup.nodes == [0, 0, 1]
+    assert made.tier.writers == [{0, 1, 2}] and made.setup.launch is None
+    assert [c.hello.groups[0].slot_pages for c in made.clients] == [
+        slot_layout([part] * count).pages for count in (2, 1)
+    ]
+    latent = spread(shards=(0, 0, 0))  # all ranks have the same bytes: each node keeps them once
+    assert latent.tier.writers == [{0, 2}] and latent.setup.offsets == [[0], [0], [0]]
+    assert m.decode_link(m.encode(made.setup)) == made.setup
+    together = make_tier(ONE, [m.Described(r, (group_view(0, 16),), (r,), "a") for r in range(3)], hash_block_size=16)
+    assert together.tier._joined is None and not together.setup.nodes, "an engine on one node"
+    assert together.setup.offsets == [[0], [part], [2 * part]]
+
+
+def test_store_auto_is_started_on_each_node_with_the_engine_s_options(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    options = {"store": "auto", "store_disk_path": "/disk", "store_policy": "arc"}
+    made = spread(config=KVTierConfig(**options))
+    assert StoreOptions(**made.setup.launch) == _store_options(KVTierConfig(**options))
+    assert [client.launch is None for client in made.clients] == [False, True]
+    assert m.decode_link(m.encode(made.setup)) == made.setup
+
+
+def test_load_of_several_nodes_names_the_slots_and_store_of_each():
+    made = spread()
+    state = load_from_stores(made)
+    [load] = state.job.groups
+    assert load.slots.tolist() == [100, 105, 110]
+    assert load.by_node.tolist() == [[100, 105, 110], [200, 205, 210]]
+    assert state.job.instance == "life-0 life-1"
+    made.tier.release(state.hit, True)
+    assert not any(client.held for client in made.clients)
+
+
+def test_wrong_block_is_discarded_at_the_node_whose_rank_found_it():
+    made = spread()
+    state = load_from_stores(made)
+    made.tier.on_load_failed(state, LoadResult("r", {12}, "wrong", 0, 0.1, 0.0, [(0, 205)], node=1))
+    assert not made.clients[0].told
+    [(what, _, group, block_hash, slot, session)] = made.clients[1].told
+    assert (what, group, slot, session) == ("discard", 0, 205, made.clients[1].session)
+    assert block_hash == bytes(state.request.block_hashes[1])[:HASH_BYTES]
+
+
+def test_blocks_are_written_where_they_lack():
+    """By the ranks of the nodes whose stores lack them, in the order of the blocks."""
+    made = spread()
+    answers = [FakePending(client.session, deadline=1.0) for client in made.clients]
+    for client, answer in zip(made.clients, answers, strict=True):
+        client.reserve = lambda *args, answer=answer: answer
+    pending = made.tier.reserve(made.tier.namespace_id(b""), b"", [0] * 5, b"", b"")
+    for answer, slots in zip(answers, ([3, EXISTS, EXISTS, 6, 9], [4, 8, EXISTS, EXISTS, 12]), strict=True):
+        answer.resolve(Reserved(0, slots))
+    slots = pending.outcome.slots
+    assert slots[2] == EXISTS
+    items = [SimpleNamespace(group=0, slot=slot) for slot in slots if slot > 0]
+    parts = made.tier.by_writers(items)
+    assert [(len(part), ranks) for part, ranks in parts] == [(1, {0, 1, 2}), (1, {2}), (1, {0, 1}), (1, {0, 1, 2})]
+    sent = made.tier.slot_array([item.slot for item in items]).tobytes()
+    assert np.frombuffer(sent, np.int64).reshape(2, -1).tolist() == [[3, 0, 6, 9], [4, 8, 0, 12]]
+    made.tier.commit([slots[0], slots[1]], pending.session)
+    made.tier.abort([slots[3], slots[4]], pending.session)
+    assert [client.told for client in made.clients] == [
+        [("commit", [3], 1), ("abort", [6, 9], 1)], [("commit", [4, 8], 1), ("abort", [12], 1)]
+    ]  # fmt: skip
+
+
+def test_engine_over_several_nodes_uses_no_store_while_one_is_away():
+    made = spread()
+    pending = made.tier.ask(0, BLOCK_HASHES, b"")
+    made.clients[0].answer(made.clients[0].open[0], 2, [[8, 64]])
+    made.clients[1].lose()
+    assert pending.poll().code == "store_unavailable" and not made.clients[0].held and made.lost == [1]
+    assert not made.tier.limit() and not made.tier.session and made.tier.ask(0, BLOCK_HASHES, b"") is None
+    made.clients[1].connect("life-2")
+    assert not made.tier.limit(), "no worker reaches this one"
+    made.tier.reached(m.PoolReady(2, "life-2", POOL * PAGE))
+    assert made.tier.limit() == POOL
 
 
 def test_store_source_sends_windows_and_block_sizes():

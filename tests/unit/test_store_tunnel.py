@@ -9,9 +9,10 @@ from types import SimpleNamespace
 import pytest
 from store_process import Store
 from store_support import EVERYTHING, NAMESPACE_ID, block_hashes_of, engine_hello, items_of
-from support import eventually
+from support import eventually, stop
 
 from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.store import tunnel
 from vllm_kvtier.store.client import Failed, StoreClient
 from vllm_kvtier.store.protocol import Found, Reserved
 from vllm_kvtier.store.tunnel import TunnelClient, TunnelServer
@@ -21,8 +22,9 @@ TIMEOUT = 0.5
 
 
 @pytest.fixture
-def made(tmp_path):
+def made(tmp_path, monkeypatch):
     """``link``: an event; while it is cleared, frames of both directions wait."""
+    monkeypatch.setattr(tunnel, "RESTART_SECONDS", 1.5)
     near, far, link = Reactor("near"), Reactor("far"), threading.Event()
     link.set()
     waiting = []
@@ -89,13 +91,15 @@ def test_tunnelled_client_survives_the_end_and_a_hang_of_the_store(made):
     made.store.kill()
     eventually(lambda: not made.client.connected, 10)
     assert isinstance(ask(made.client, b""), Failed)
+    down = time.monotonic()
     eventually(lambda: made.client.connected, 30)
     assert made.client.instance != first and made.launched == [1]
+    assert time.monotonic() - down > 1.0, "its operator could have started it again"
     store_and_find(made.client, "b")
-    os.kill(made.store.process.pid, signal.SIGSTOP)
+    stop(made.store.process.pid)
     try:
         began = time.monotonic()
-        assert isinstance(ask(made.client, b""), Failed) and time.monotonic() - began < 4 * TIMEOUT
+        assert isinstance(ask(made.client, b""), Failed) and time.monotonic() - began < 9 * TIMEOUT
     finally:
         os.kill(made.store.process.pid, signal.SIGCONT)
     eventually(lambda: made.client.connected, 30)

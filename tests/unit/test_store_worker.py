@@ -31,6 +31,7 @@ class FakeCopier:
 
     def __init__(self):
         self.calls, self.polls, self.ended, self.held = [], 3, False, []
+        self.slots = []
 
     def end(self):
         """All of them, now."""
@@ -38,6 +39,7 @@ class FakeCopier:
 
     def _copy(self, way, group, blocks, keys, slots, after):
         self.calls.append((way, blocks.tolist(), after))
+        self.slots.append(slots.tolist())
         left = [self.polls]
 
         def done():
@@ -115,6 +117,29 @@ def test_store_job_ordered_before_its_step_is_copied_after_it(worker):
     eventually(lambda: worker.told, 5.0, "stored")
     assert worker.copier.calls == [("store", [1, 2], "fence 5")]
     assert (worker.told[0].done, worker.told[0].cut) == ([1], [])
+
+
+def test_worker_of_an_engine_over_several_nodes_copies_slots_of_its_own(worker):
+    worker.tier._node = 1
+    worker.tier.step(1, None)
+    for order, (theirs, ours) in enumerate((((7, 8), (5, 6)), ((0, 0), (9, 10)), ((11, 12), (0, 0)))):
+        slots, array = blocks(*theirs, *ours).tobytes(), blocks(1, 2).tobytes()
+        message = m.StoreBlocks(order, "another life", 0, 1, array, array, slots)
+        worker.reactor.call_soon(lambda message=message: worker.tier.store(message))
+    eventually(lambda: sum(len(each.done) for each in worker.told) == 2, 5.0, "not the third: its store has the blocks")
+    [group], job = (made := load("r")).groups, made
+    group.slots, group.by_node = blocks(3, 4), blocks(3, 4, 15, 16).reshape(2, 2)
+    job.instance = "another life"
+    worker.tier.load([job], None)
+    eventually(lambda: worker.finished, 5.0, "loaded")
+    assert (worker.finished[0].failed, worker.finished[0].node) == (False, 1)
+    assert sorted(sum(worker.copier.slots, [])) == [5, 6, 9, 10, 15, 16]
+    assert sorted(each for message in worker.told for each in message.done) == [0, 1]
+    assert group.slots.tolist() == [3, 4], "the job is the scheduler's too"
+    worker.tier.load_now([job], None)
+    worker.tier.wait_until_done(5.0)
+    eventually(lambda: len(worker.finished) == 2, 5.0)
+    assert not worker.finished[1].failed and worker.copier.slots[-1] == [15, 16]
 
 
 def test_load_is_polled_while_a_store_waits_for_its_step(worker):

@@ -50,6 +50,7 @@ class LoadResult:
     corrupt: list[tuple[int, int]] = field(default_factory=list)  # (group, slot) whose checksum is wrong
     timed: bool = True  # False: it had ended before the first poll; ``seconds`` is an upper bound
     load_id: int = 0  # of its job
+    node: int = 0  # of an engine over several nodes: whose slots ``corrupt`` has
     fenced: float = 0.0  # of ``seconds``, at least: earlier steps still used its blocks, the link was idle
 
     @property

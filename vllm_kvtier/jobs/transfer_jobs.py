@@ -143,7 +143,8 @@ class GroupLoad:
     group: int
     blocks: np.ndarray  # int64[n] our block ids
     keys: np.ndarray  # uint64[n]
-    slots: np.ndarray  # int64[n] page numbers in the store's memory
+    slots: np.ndarray  # int64[n] page numbers in the store's memory, of the first node's if there are several
+    by_node: np.ndarray | None = None  # int64[nodes, n], of an engine over several nodes
 
 
 @dataclass(frozen=True)

@@ -73,6 +73,11 @@ class PeerAccess:
                 self.open_if_ready()
             case lm.PoolReady() if self._store is not None:
                 self._store.reached(message)
+            case lm.StoreFrame() if self._store is not None:
+                self._store.tunnelled(message)
+            case lm.LinkRenewed() if self._store is not None and self._offloader is not None:
+                self._store.link_renewed(message.rank)
+                self._offloader.jobs.lost()
             case lm.RemoteStoreLost() if self._store is not None:
                 self._store.lost(message)
             case lm.Stored() if self._offloader is not None:

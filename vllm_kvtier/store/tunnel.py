@@ -7,11 +7,13 @@ the connection, and frames of a closed one are ignored. Reactor's thread.
 
 import os
 import socket
+import time
 from collections.abc import Callable
 
 from vllm_kvtier.logs import get_logger
+from vllm_kvtier.store.client import RESTART_SECONDS
 from vllm_kvtier.store.launcher import Starter
-from vllm_kvtier.store.protocol import MAX_FRAME
+from vllm_kvtier.store.protocol import MAX_FRAME, Welcome, decode_reply
 from vllm_kvtier.wire.reactor import Reactor
 from vllm_kvtier.wire.stream import Stream, StreamLimits
 
@@ -37,9 +39,12 @@ class _Tunnel:
             if self._streams.pop(number, None) is not None:
                 self._send(number, b"")
 
-        stream = Stream(self._reactor, sock, lambda frame: self._send(number, frame), ended, StreamLimits(MAX_FRAME))
+        stream = Stream(self._reactor, sock, lambda frame: self._forward(number, frame), ended, StreamLimits(MAX_FRAME))
         self._streams[number] = stream
         return stream
+
+    def _forward(self, number: int, frame: bytes) -> None:
+        self._send(number, frame)
 
     def deliver(self, number: int, frame: bytes) -> None:
         """From the other end."""
@@ -57,6 +62,11 @@ class TunnelClient(_Tunnel):
     def __init__(self, reactor: Reactor, send: Callable[[int, bytes], None]):
         super().__init__(reactor, send)
         self._greeted = 0  # connection that has got a frame
+
+    def close(self) -> None:
+        """Close the connections; the client makes a new one."""
+        for stream in list(self._streams.values()):
+            stream.close("the link was cut")
 
     def dial(self) -> socket.socket:
         """A new connection to the store, for ``StoreClient``."""
@@ -89,6 +99,9 @@ class TunnelServer(_Tunnel):
         super().__init__(reactor, send)
         self._path = path
         self._starter = None if launch is None else Starter(reactor, launch, self._launched)
+        self._welcomed = 0  # connection that has got a frame
+        self._operated = False  # an operator ran the latest store, and may start it again
+        self._launch_after = 0.0
 
     def deliver(self, number: int, frame: bytes) -> None:
         if number > self._last:
@@ -103,7 +116,10 @@ class TunnelServer(_Tunnel):
             sock.connect(self._path)
         except OSError as error:  # the client tries again
             sock.close()
-            if self._starter is not None and isinstance(error, FileNotFoundError | ConnectionRefusedError):
+            if self._operated:
+                self._operated, self._launch_after = False, time.monotonic() + RESTART_SECONDS
+            absent = isinstance(error, FileNotFoundError | ConnectionRefusedError)
+            if self._starter is not None and absent and time.monotonic() >= self._launch_after:
                 self._starter.start()
             self._send(number, b"")
             return
@@ -112,6 +128,13 @@ class TunnelServer(_Tunnel):
         stream, user = self._add(number, sock), os.getuid()
         if user and stream.peer()[1] not in (user, 0):  # as a client of its own node
             stream.close("the store belongs to another user")
+
+    def _forward(self, number: int, frame: bytes) -> None:
+        self._send(number, frame)
+        if number != self._welcomed:
+            self._welcomed = number
+            reply = decode_reply(frame)
+            self._operated = isinstance(reply, Welcome) and not reply.launched
 
     def _launched(self, failure: str) -> None:
         if failure and self._starter is not None:

@@ -78,6 +78,12 @@ class StoreFrame(msgspec.Struct, frozen=True, tag="store_frame"):
     frame: bytes
 
 
+class LinkRenewed(msgspec.Struct, frozen=True, tag="link_renewed"):
+    """This rank's link was cut and is there again: frames of stores, and store jobs or their ends, may be lost."""
+
+    rank: Count
+
+
 class RemoteStoreSetup(msgspec.Struct, frozen=True, tag="remote_store_setup"):
     """This engine reads from other nodes' stores itself. ``offsets`` and ``codecs`` as in PoolSetup; ``slot_pages``:
     by group; ``host``: stage in host memory even if the GPU could receive directly."""
@@ -178,6 +184,7 @@ LinkMessage = (
     | PoolSetup
     | PoolReady
     | StoreFrame
+    | LinkRenewed
     | StoreBlocks
     | CancelStores
     | Stored

@@ -255,6 +255,8 @@ class KVTierConnectorWorker:
             self._on_connect = begin
 
     def _on_connected(self) -> None:
+        if self._store is not None:  # not for the first time
+            self._link.send(m.LinkRenewed(self._context.rank))
         self._connected = True
         begin, self._on_connect = self._on_connect, None
         if begin is not None:
@@ -271,6 +273,8 @@ class KVTierConnectorWorker:
                 self._store = StoreWorker(self._context, view, message)
             case m.RemoteStoreSetup() if store is None and view is not None:
                 self._store = RemoteStoreWorker(self._context, view, message)
+            case m.StoreFrame() if isinstance(store, StoreWorker):
+                store.tunnelled(message)
             case m.StoreBlocks() if store is not None:
                 store.store(message)
             case m.CancelStores() if store is not None:

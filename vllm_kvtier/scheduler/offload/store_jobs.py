@@ -256,7 +256,8 @@ class StoreJobs:
                 granted[item.group].append(item)
         for some in granted:
             if some:
-                self._begin(batch.step, some, pending.session, instance)
+                for part, ranks in self._store.by_writers(some):
+                    self._begin(batch.step, part, ranks, pending.session, instance)
         self.returned.extend((some, why) for why, some in refused.items())
         self._count_answer()
         self._land_all()
@@ -272,9 +273,9 @@ class StoreJobs:
             self._quiet.notify_all()
         self._close_gaps()
 
-    def _begin(self, step: int, items: list[Item], session: int, instance: str) -> None:
+    def _begin(self, step: int, items: list[Item], ranks: set[int], session: int, instance: str) -> None:
         order, group = next(self._orders), items[0].group
-        flight = Flight(order, group, items, session, set(self._store.writers[group]), len(items), len(items))
+        flight = Flight(order, group, items, session, ranks, len(items), len(items))
         with self._quiet:
             self._flights[order] = flight
         self._queues[group].append(flight)
@@ -292,7 +293,7 @@ class StoreJobs:
                 step,
                 np.array([item.block for item in items], np.int64).tobytes(),
                 np.array([item.key for item in items], np.uint64).tobytes(),
-                np.array([item.slot for item in items], np.int64).tobytes(),
+                self._store.slot_array([item.slot for item in items]).tobytes(),
             )
         )
 
@@ -300,7 +301,7 @@ class StoreJobs:
         """A rank ended jobs."""
         for order, kept in [*((order, None) for order in message.done), *message.cut]:
             flight = self._flights.get(order)
-            if flight is not None:
+            if flight is not None and message.rank in flight.waiting:
                 flight.waiting.discard(message.rank)
                 flight.kept = flight.kept if kept is None else min(flight.kept, kept)
         self._land_all()

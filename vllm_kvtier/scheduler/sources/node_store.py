@@ -4,19 +4,26 @@ The store knows blocks by content. This engine adds the *namespace* (everything 
 its tokens), the layout of a slot, and the number of pages of the store's memory that all its workers can reach.
 """
 
+import itertools
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import fields
-from typing import Any
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, fields
+from typing import Any, TypeVar, cast
 
-from vllm_kvtier.codecs import Codec
+import numpy as np
+from msgspec import structs
+
 from vllm_kvtier.config import KVTierConfig
+from vllm_kvtier.jobs.results import LoadResult, Result
+from vllm_kvtier.jobs.transfer_jobs import LoadJob
 from vllm_kvtier.logs import get_logger
 from vllm_kvtier.scheduler.context import LoadContext
 from vllm_kvtier.scheduler.leases.peer_directory_client import PeerDirectoryClient
 from vllm_kvtier.scheduler.matching.request_state import lora_fingerprint_of
 from vllm_kvtier.scheduler.offload.kv_events import Events
+from vllm_kvtier.scheduler.sources import job_builder
 from vllm_kvtier.scheduler.sources.base import (
+    BlockIds,
     Candidate,
     LookupHit,
     LookupMiss,
@@ -28,14 +35,17 @@ from vllm_kvtier.scheduler.sources.peer_gpu import PeerGpuSource
 from vllm_kvtier.scheduler.sources.slot_layout import SlotPlan
 from vllm_kvtier.scheduler.sources.store_source import StoreSource, packed
 from vllm_kvtier.store.client import Failed, Pending, StoreClient
+from vllm_kvtier.store.joined_client import JoinedStoreClient
 from vllm_kvtier.store.launcher import start_store, store_path
 from vllm_kvtier.store.options import StoreOptions
 from vllm_kvtier.store.protocol import HASH_BYTES, MAX_HASH_BLOCKS, PAGE, Found, Hello
+from vllm_kvtier.store.tunnel import TunnelClient
 from vllm_kvtier.vllm_compat import requests as vr
 from vllm_kvtier.wire import link as m
-from vllm_kvtier.wire import messages as wm
 
 logger = get_logger(__name__)
+
+T = TypeVar("T", bound=Any)
 
 # Seconds after which the store gets a touch, with others: the request that it is for is computed meanwhile.
 TOUCH_WITHIN = 20e-3
@@ -51,17 +61,20 @@ def _store_options(config: KVTierConfig) -> StoreOptions:
 
 
 class NodeStoreSource(StoreSource):
+    slots_by_node = True
+
     def __init__(
         self,
         context: LoadContext,
-        send: Callable[[m.PoolSetup], None],
+        send: Callable[..., None],
         on_lost: Callable[[], None],
         peer_gpu: PeerGpuSource,
         sharing: PeerDirectoryClient | None = None,
         events: Events | None = None,
     ):
-        """``send``: to all workers. ``on_lost`` is called (reactor's thread) when the store disconnects. ``peer_gpu``:
-        reads what the store says that peers have. Raises ConfigError or KVTierError for unusable options."""
+        """``send(message, rank=None)``: to one worker or all. ``on_lost`` is called (reactor's thread) when the store
+        disconnects. ``peer_gpu``: reads what the store says that peers have. Raises ConfigError or KVTierError for
+        unusable options."""
         super().__init__(context, prefetches=True)
         self._send, self._on_lost = send, on_lost
         self.peer_gpu, self.sharing, self.events = peer_gpu, sharing, events
@@ -69,6 +82,8 @@ class NodeStoreSource(StoreSource):
         self._path = store_path() if config.store == "auto" else config.store
         self._options = _store_options(config)
         self.client: StoreClient | None = None
+        self._joined: JoinedStoreClient | None = None  # the client of an engine over several nodes
+        self._tunnels: dict[int, TunnelClient] = {}  # by rank
         self._reached: dict[int, tuple[str, int]] = {}  # rank -> (instance, bytes its copies can reach)
         self._limit = 0  # of the connection
         self._instance = ""
@@ -79,28 +94,47 @@ class NodeStoreSource(StoreSource):
 
     # -- reactor's thread ------------------------------------------------------------------------------------------
 
-    def open(
-        self, namespace: wm.Namespace, described: dict[int, m.Described], codec: str | Mapping[str, str] = Codec.RAW
-    ) -> None:
-        nodes = {each.node for each in described.values()}
-        if len(nodes) > 1:
-            raise ValueError(f"its workers are on {len(nodes)} nodes, and a node store serves those of its node")
-        super().open(namespace, described, codec)
-
     def _connect(self, plan: SlotPlan) -> None:
-        self._send(m.PoolSetup(self._path, plan.offsets, plan.writes, [codec.name for codec in plan.codecs]))
-        hello = Hello(
-            name=self._info.engine_id, pid=os.getpid(), kind="engine", hash_block_size=self._hash_block_size,
-            groups=plan.shapes,
-        )  # fmt: skip
-        launch = (lambda: start_store(self._path, self._options)) if self._config.store == "auto" else None
-        self.client = StoreClient(
-            self._reactor, self._path, hello, launch=launch, lookup_timeout=self._config.lookup_timeout,
-            on_change=self._changed,
-        )  # fmt: skip
+        setup = m.PoolSetup(self._path, plan.offsets, plan.writes, [codec.name for codec in plan.codecs])
+        if len(plan.node_shapes) == 1:
+            self._send(setup)
+            self.client = self._connect_node(0, self._changed)
+        else:
+            launch = asdict(self._options) if self._config.store == "auto" else None
+            self._send(structs.replace(setup, nodes=plan.nodes, launch=launch))
+            ranks = [[r for r, of in enumerate(plan.nodes) if of == node] for node in range(len(plan.node_shapes))]
+            self.sharing = self.events = None  # no peer reads GPUs of several nodes; events are of one store
+            self._joined = JoinedStoreClient(self._connect_node, ranks, plan.node_shapes, self._changed)
+            self.client = cast(StoreClient, self._joined)  # it has what is used here
         if self.events is not None:
             self.events.join(self.namespace_id(b""))
         self.client.start()
+
+    def _connect_node(self, node: int, on_change: Callable[[], None]) -> StoreClient:
+        hello = Hello(
+            name=self._info.engine_id, pid=os.getpid(), kind="engine", hash_block_size=self._hash_block_size,
+            groups=self.plan.node_shapes[node],
+        )  # fmt: skip
+        path, timeout = self._path, self._config.lookup_timeout
+        if node:
+            rank = self.plan.nodes.index(node)
+            tunnel = TunnelClient(self._reactor, lambda *frame: self._send(m.StoreFrame(rank, *frame), rank))
+            self._tunnels[rank], path = tunnel, f"{path} of rank {rank}'s node"
+            client = StoreClient(self._reactor, path, hello, lookup_timeout=timeout, on_change=on_change)
+            client.dial = tunnel.dial
+            return client
+        launch = (lambda: start_store(path, self._options)) if self._config.store == "auto" else None
+        return StoreClient(self._reactor, path, hello, launch=launch, lookup_timeout=timeout, on_change=on_change)
+
+    def tunnelled(self, message: m.StoreFrame) -> None:
+        tunnel = self._tunnels.get(message.rank)
+        if tunnel is not None:
+            tunnel.deliver(message.number, message.frame)
+
+    def link_renewed(self, rank: int) -> None:
+        tunnel = self._tunnels.get(rank)
+        if tunnel is not None:
+            tunnel.close()
 
     def reached(self, message: m.PoolReady) -> None:
         self._reached[message.rank] = (message.instance, message.nbytes)
@@ -178,6 +212,8 @@ class NodeStoreSource(StoreSource):
 
     def _reachable_pages(self) -> int:
         client, reached = self.opened_client, list(self._reached.values())
+        if self._joined is not None:
+            return self._joined.reach(self._reached)
         if not client.connected or len(reached) < self._info.world_size:
             return 0
         if any(instance != client.instance for instance, _ in reached):
@@ -193,11 +229,35 @@ class NodeStoreSource(StoreSource):
     def reserve(self, namespace_id: bytes, tenant: bytes, groups: list[int], hashes: bytes, parents: bytes) -> Pending:
         return self.opened_client.reserve(namespace_id, tenant, groups, hashes, parents, self.limit())
 
+    def by_writers(self, items: list[T]) -> Iterable[tuple[list[T], set[int]]]:
+        """Items of one group with reserved slots, in parts: the ranks that write each."""
+        joined, writers = self._joined, self.writers[items[0].group]
+        if joined is None:
+            return [(items, set(writers))]
+        parts = itertools.groupby(items, lambda item: joined.lacking(item.slot))
+        nodes = self.plan.nodes
+        return [(list(part), {rank for rank in writers if lacking[nodes[rank]]}) for lacking, part in parts]
+
+    def slot_array(self, slots: list[int]) -> np.ndarray:
+        """As in ``StoreBlocks``."""
+        return np.array(slots, np.int64) if self._joined is None else self._joined.reserved_slots(slots)
+
     def commit(self, slots: list[int], session: int) -> None:
         self.opened_client.commit(slots, session)
 
     def abort(self, slots: list[int], session: int) -> None:
         self.opened_client.abort(slots, session)
+
+    def on_load_failed(self, state: RequestState, result: Result) -> None:
+        if not isinstance(result, LoadResult) or self._joined is None:
+            StoreSource.on_load_failed(self, state, result)
+            return
+        joined, lease = self._joined, state.hit.lease
+        namespace_id = self.namespace_id(lora_fingerprint_of(state.request))
+        for group, slot in result.corrupt:
+            [first] = joined.slots_of(lease, group, np.array([slot], np.int64), result.node)[0].tolist()
+            for _, _, block_hash in job_builder.hashes_of(state, self._geometry, [(group, first)]):
+                joined.discard_at(result.node, namespace_id, group, block_hash[:HASH_BYTES], slot, lease)
 
     def discard(self, lora_fingerprint: bytes, group: int, block_hash: bytes, slot: int, session: int) -> None:
         self.opened_client.discard(self.namespace_id(lora_fingerprint), group, block_hash[:HASH_BYTES], slot, session)
@@ -339,6 +399,13 @@ class NodeStoreSource(StoreSource):
 
     def supports_sync_load(self, hit: LookupHit) -> bool:
         return True
+
+    def build_job(self, state: RequestState, block_ids: BlockIds, tokens: int) -> LoadJob:
+        job = super().build_job(state, block_ids, tokens)
+        if self._joined is not None:
+            for load in job.groups:
+                load.by_node = self._joined.slots_of(state.hit.lease, load.group, load.slots)
+        return job
 
     def on_allocated(self, state: RequestState, num_tokens: int) -> None:
         """Publish that these blocks are in this engine's cache too."""

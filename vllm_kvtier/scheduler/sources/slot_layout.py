@@ -67,7 +67,13 @@ class SlotPlan:
     part_bytes: list[int] = field(default_factory=list)  # of the largest rank
     logical: list[int] = field(default_factory=list)  # bytes of KV that a slot stands for
     writers: list[set[int]] = field(default_factory=list)  # the ranks that write a part
-    shapes: list[GroupShape] = field(default_factory=list)
+    nodes: list[int] = field(default_factory=list)  # by rank: whose store has its part, the first rank's is 0
+    node_shapes: list[list[GroupShape]] = field(default_factory=list)  # by node, then group
+
+    @property
+    def shapes(self) -> list[GroupShape]:
+        """On the first rank's node."""
+        return self.node_shapes[0]
 
     def full_bytes(self, groups: Sequence[CacheGroup], tokens: int) -> int:
         """Bytes that one rank loads for so many tokens in groups with ``whole_prefix``."""
@@ -90,32 +96,40 @@ def plan_slots(
     groups: Sequence[CacheGroup],
     hash_block_size: int,
     release: str,
+    by_node: bool = False,
 ) -> SlotPlan:
     """``described``: of all ranks. ``codec``: an option's value as ``choice.resolve`` returned it. ``hash_block_size``:
     tokens that a hash covers. ``release``: of vLLM; the next one may compute
-    otherwise, and what is stored outlives engines. Raises ValueError for blocks that fit no slot."""
+    otherwise, and what is stored outlives engines. ``by_node``: the ranks of each node have slots of their own, in its
+    store. Raises ValueError for blocks that fit no slot."""
     ranks = [described[r] for r in sorted(described)]
     codecs = choice.by_group(codec, [rank.groups for rank in ranks])
     layouts = [[part_layout(*each) for each in zip(rank.groups, codecs, strict=True)] for rank in ranks]
     digest = hashlib.blake2b(m.encode(namespace) + release.encode(), digest_size=32)
     for rank, theirs in zip(ranks, layouts, strict=True):
         digest.update(layout_digest(rank.groups, theirs) + repr(rank.shards).encode())
+    homes = list(dict.fromkeys(rank.node if by_node else "" for rank in ranks))
     plan = SlotPlan(digest.digest(), codecs, [[] for _ in ranks], [[] for _ in ranks])
+    plan.nodes = [homes.index(rank.node if by_node else "") for rank in ranks]
+    plan.node_shapes = [[] for _ in homes]
     for g, (size, kind) in enumerate(groups):
-        parts: dict[Any, tuple[int, int]] = {}  # shards -> (bytes, the rank that writes them)
+        # node -> shards -> (bytes, the rank that writes them)
+        nodes: list[dict[Any, tuple[int, int]]] = [{} for _ in homes]
         logical: dict[Any, int] = {}
-        for rank, theirs in zip(ranks, layouts, strict=True):
-            parts.setdefault(rank.shards[g], (theirs[g].nbytes, rank.rank))
+        for rank, theirs, node in zip(ranks, layouts, plan.nodes, strict=True):
+            nodes[node].setdefault(rank.shards[g], (theirs[g].nbytes, rank.rank))
             logical.setdefault(rank.shards[g], rank.groups[g].block_bytes)
-        layout = slot_layout([nbytes for nbytes, _ in parts.values()])
-        at = dict(zip(parts, layout.part_offsets, strict=True))
-        for n, rank in enumerate(ranks):
-            plan.offsets[n].append(at[rank.shards[g]])
-            plan.writes[n].append(parts[rank.shards[g]][1] == rank.rank)
-        plan.part_bytes.append(max(nbytes for nbytes, _ in parts.values()))
+        for parts, shapes in zip(nodes, plan.node_shapes, strict=True):
+            layout = slot_layout([nbytes for nbytes, _ in parts.values()])
+            at = dict(zip(parts, layout.part_offsets, strict=True))
+            for n, rank in enumerate(ranks):
+                if nodes[plan.nodes[n]] is parts:
+                    plan.offsets[n].append(at[rank.shards[g]])
+                    plan.writes[n].append(parts[rank.shards[g]][1] == rank.rank)
+            shapes.append(
+                GroupShape(size // hash_block_size, slot_pages=layout.pages, window=kind.window, kind=kind.stored_as)
+            )
+        plan.part_bytes.append(max(nbytes for parts in nodes for nbytes, _ in parts.values()))
         plan.logical.append(sum(logical.values()))
-        plan.writers.append({rank for _, rank in parts.values()})
-        plan.shapes.append(
-            GroupShape(size // hash_block_size, slot_pages=layout.pages, window=kind.window, kind=kind.stored_as)
-        )
+        plan.writers.append({rank for parts in nodes for _, rank in parts.values()})
     return plan

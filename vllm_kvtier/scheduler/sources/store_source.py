@@ -58,6 +58,7 @@ class StoreSource(KVSource):
     name = cost_key = "host"
     stage_metric = "host_hit_seconds"
     answers_soon = holds_hit = can_cancel_load = looks_ahead = True
+    slots_by_node = False  # whether each node of the engine has a store of its own
     max_hold_seconds = 30.0  # half of a lease: the load needs the rest
 
     def __init__(self, context: LoadContext, prefetches: bool):
@@ -87,7 +88,10 @@ class StoreSource(KVSource):
 
         ``codec``: the option's value as ``choice.resolve`` returned it. Raises ValueError for blocks that fit no slot.
         """
-        plan = plan_slots(namespace, described, codec, self._info.groups, self._hash_block_size, self._info.release)
+        plan = plan_slots(
+            namespace, described, codec, self._info.groups, self._hash_block_size, self._info.release,
+            self.slots_by_node,
+        )  # fmt: skip
         self._plan, self._namespace_ids.base = plan, plan.base
         self._connect(plan)
 
@@ -115,6 +119,12 @@ class StoreSource(KVSource):
 
     def lost(self, message: lm.RemoteStoreLost) -> None:
         """A worker cannot read a remote store's memory (reactor's thread)."""
+
+    def tunnelled(self, message: lm.StoreFrame) -> None:
+        """From the store of another node of this engine (reactor's thread)."""
+
+    def link_renewed(self, rank: int) -> None:
+        """Messages of this rank, or to it, may have been lost (reactor's thread)."""
 
     @property
     def epoch(self) -> int:

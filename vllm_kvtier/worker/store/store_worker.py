@@ -10,6 +10,8 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,8 +22,11 @@ from vllm_kvtier.jobs.results import ABORTED
 from vllm_kvtier.jobs.transfer_jobs import MAX_LOCK_SECONDS, LoadJob, StoreJob
 from vllm_kvtier.logs import get_logger
 from vllm_kvtier.store.client import StoreClient
+from vllm_kvtier.store.launcher import start_store, store_path
 from vllm_kvtier.store.memory.client_mapping import PoolMapping
+from vllm_kvtier.store.options import StoreOptions
 from vllm_kvtier.store.protocol import Hello
+from vllm_kvtier.store.tunnel import TunnelServer
 from vllm_kvtier.wire import link as m
 from vllm_kvtier.wire.reactor import Timer
 from vllm_kvtier.wire.slots import PAGE
@@ -66,6 +71,12 @@ class StoreWorker(StoreLoadWorker):
     def __init__(self, context: RankContext, view: CacheView, setup: m.PoolSetup):
         super().__init__(context, view, setup)
         self._writes = setup.writes[context.rank]
+        self._node = setup.nodes[context.rank] if setup.nodes else None  # None: the engine is on one
+        path = store_path() if self._node and setup.launch is not None else setup.path
+        self._tunnel: TunnelServer | None = None
+        if self._node and setup.nodes.index(self._node) == context.rank:
+            launch = None if setup.launch is None else partial(start_store, path, StoreOptions(**setup.launch))
+            self._tunnel = TunnelServer(self._reactor, self._send_frame, path, launch)
         self._fault = False  # the last poll failed
         self._step_events: deque[tuple[int, Any]] = deque(maxlen=STEP_EVENTS)  # until the next poll
         self._sync_loads: set[tuple[str, int]] = set()  # (request, load_id) that ``wait_until_done`` waits for
@@ -80,7 +91,7 @@ class StoreWorker(StoreLoadWorker):
         hello = Hello(name=f"rank {self._rank}", pid=os.getpid(), kind="worker")
 
         def connect(on_change: Callable[[], None]) -> StoreClient:
-            return StoreClient(self._reactor, setup.path, hello, on_change=on_change)
+            return StoreClient(self._reactor, path, hello, on_change=on_change)
 
         def copier(mapping: PoolMapping) -> Copier:
             made = make_copier(view, (mapping.address, mapping.nbytes, mapping), self._layouts, self._offsets)
@@ -118,6 +129,8 @@ class StoreWorker(StoreLoadWorker):
 
     def load(self, jobs: list[LoadJob], after: Any) -> None:
         self._suspended = False
+        if self._node is not None:
+            jobs = [self._of_node(job) for job in jobs]
         if self.on_device and self._lock.acquire(timeout=MAX_WAIT_SECONDS):
             try:
                 self._start(jobs, after)
@@ -142,6 +155,8 @@ class StoreWorker(StoreLoadWorker):
         try:
             self._suspended = False
             self._runner_polled = time.monotonic()
+            if self._node is not None:
+                jobs = [self._of_node(job) for job in jobs]
             self._sync_loads.update((job.request_id, job.load_id) for job in jobs)
             self._start(jobs, after)
             self._engine.load_now()
@@ -214,6 +229,12 @@ class StoreWorker(StoreLoadWorker):
     def store(self, message: m.StoreBlocks) -> None:
         if not self._writes[message.group]:
             return
+        slots, instance = np.frombuffer(message.slots, np.int64), message.instance
+        if self._node is not None:
+            instances = instance.split(" ")
+            slots, instance = slots.reshape(len(instances), -1)[self._node], instances[self._node]
+            if not slots.all():
+                return  # this node's store has these blocks
         with self._lock:
             try:
                 self._engine.submit_store(
@@ -222,9 +243,9 @@ class StoreWorker(StoreLoadWorker):
                         message.group,
                         np.frombuffer(message.blocks, np.int64),
                         np.frombuffer(message.keys, np.uint64),
-                        np.frombuffer(message.slots, np.int64),
+                        slots,
                         message.step,
-                        message.instance,
+                        instance,
                     )
                 )
             except Exception:
@@ -238,8 +259,19 @@ class StoreWorker(StoreLoadWorker):
                 self._engine.stores.cancel([(message.order, 0)])
         self._poll_unless_stepping()
 
+    def _send_frame(self, number: int, frame: bytes) -> None:
+        self._send(m.StoreFrame(self._rank, number, frame))
+
+    def tunnelled(self, message: m.StoreFrame) -> None:
+        if self._tunnel is not None and message.rank == self._rank:
+            self._tunnel.deliver(message.number, message.frame)
+
     def cancel(self, message: m.CancelStores) -> None:
         with self._lock:
+            if self._node is not None:
+                lost = [(order, 0) for order, _ in message.orders if order not in self._engine.stores.ids()]
+                if lost:  # or ended already: the scheduler side hears of each from all its ranks, if it waits for them
+                    self._send(m.Stored(self._rank, [], lost, 0, 0.0))
             self._engine.stores.cancel(message.orders)
             self._stores_at = -math.inf
         self._poll_unless_stepping()
@@ -320,6 +352,11 @@ class StoreWorker(StoreLoadWorker):
 
     # -- either thread ---------------------------------------------------------------------------------------------
 
+    def _of_node(self, job: LoadJob) -> LoadJob:
+        """With the slots of this rank's node."""
+        groups = [replace(group, slots=group.by_node[self._node], by_node=None) for group in job.groups]
+        return replace(job, groups=groups, instance=job.instance.split(" ")[self._node])
+
     def _start(self, jobs: list[LoadJob], after: Any) -> None:
         for job in jobs:
             self._engine.submit_load(job, after, None if after is None else after.query)
@@ -344,6 +381,7 @@ class StoreWorker(StoreLoadWorker):
             if result.corrupt:
                 count = len(result.corrupt)
                 logger.warning("kvtier: store worker: %d blocks have a wrong checksum; the store discards them", count)
+            result.node = self._node or 0
             self._finish(result)
             self._sync_loads.discard((result.request_id, result.load_id))
         if ended.stored or ended.cut:
