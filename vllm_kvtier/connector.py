@@ -190,8 +190,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @contained(_SCHEDULER, again=True)
     def update_connector_output(self, connector_output: Any) -> None:
-        # Behind the last request nothing is scheduled that messages, such as a grant of its blocks, would delay.
-        sys.setswitchinterval(SwitchInterval.own if self._scheduler.busy else SwitchInterval.short)
+        sys.setswitchinterval(SwitchInterval.own)
         report = connector_output.kv_connector_worker_meta
         results = report.results if isinstance(report, WorkerReport) else []
         if self._marks_failures and any(r.failed for r in results):

@@ -127,7 +127,7 @@ def test_offloader_forgets_evicted_blocks_of_ended_requests():
 
 
 def test_offloader_without_a_store_looks_at_no_ended_request(monkeypatch):
-    """Each step of an engine over several nodes, which has none, looked at dozens of a thousand: 0.3 ms."""
+    """Each step of an engine whose store is down looked at dozens of a thousand: 0.3 ms."""
     engine = Engine(GROUPS["full"], 5, 0, share=0.9)
     engine.tier.up = False
     (r,) = computed(engine, 1, 10 * HASH_BLOCK_SIZE + 1)

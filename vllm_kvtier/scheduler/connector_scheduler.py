@@ -149,11 +149,6 @@ class KVTierConnectorScheduler(SchedulerParts):
             return {"peer": tokens}
         return state.hit.source.hit_sources(state, tokens)
 
-    @property
-    def busy(self) -> bool:
-        """Whether any request has not ended."""
-        return bool(len(self._matcher))
-
     def begin_step(self, output: Any) -> StepWork:
         """The work of a step. vLLM counts on the loads, whatever else raises.
 
@@ -247,7 +242,10 @@ class KVTierConnectorScheduler(SchedulerParts):
             self.arrived([overdue], set())
         self._step_timer.end_step()
         now = time.monotonic()
-        if now < self._report_at and len(self._matcher):
+        if not len(self._matcher):
+            # Nothing is scheduled that messages, such as a grant of the last request's blocks, would delay.
+            sys.setswitchinterval(SwitchInterval.short)
+        elif now < self._report_at:
             return False
         self._report_at = now + REPORT_SECONDS
         if not self._info.unsupported:
