@@ -210,8 +210,7 @@ def test_stores_of_several_nodes_have_the_parts_of_their_ranks():
     assert together.setup.offsets == [[0], [part], [2 * part]]
 
 
-def test_store_auto_is_started_on_each_node_with_the_engine_s_options(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+def test_store_auto_is_started_on_each_node_with_the_engine_s_options(run_dir):
     options = {"store": "auto", "store_disk_path": "/disk", "store_policy": "arc"}
     made = spread(config=KVTierConfig(**options))
     assert StoreOptions(**made.setup.launch) == _store_options(KVTierConfig(**options))

@@ -202,7 +202,8 @@ def test_sync_load_overdue_verification_waits_for_end_of_step(bare):  # noqa: F8
     half.arrived = lambda results, finished: arrived.extend(results)
     half._info.unsupported, half._identity = None, bare_identity(namespace=object())
     half._provenance = SimpleNamespace(admit=lambda request, named: named)
-    half._matcher.match = lambda request, computed: (None, False)
+    match = staticmethod(lambda request, computed: (None, False))
+    half._matcher = type("Matcher", (), {"match": match, "__len__": lambda self: 1})()
     assert half.match("request", 0) == (None, False) and not arrived
     half._info.unsupported = "no"
     half.end_step()
