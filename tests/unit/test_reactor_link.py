@@ -426,6 +426,11 @@ def test_link_message_names_all_of_a_pool_of_terabytes():
     assert m.decode_link(m.encode(ready)) == ready
 
 
+def test_link_message_names_the_stores_of_many_nodes():
+    order = m.StoreBlocks(1, " ".join(["0123456789abcdef" * 2] * 64), 0, 1, b"", b"", b"")
+    assert m.decode_link(m.encode(order)) == order
+
+
 def test_link_path_in_shared_directory_raises(runtime):
     runtime.mkdir(mode=0o755)
     runtime.chmod(0o755)

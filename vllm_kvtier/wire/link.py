@@ -116,7 +116,7 @@ class StoreBlocks(msgspec.Struct, frozen=True, tag="store_blocks"):
     engine over several nodes ``slots`` has those of one node after the other, 0 where its store has the blocks."""
 
     order: Count
-    instance: Name
+    instance: str  # of sixteen nodes longer than a Name
     group: Count
     step: Annotated[int, msgspec.Meta(ge=-1)]
     blocks: bytes
