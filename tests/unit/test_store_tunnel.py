@@ -49,7 +49,9 @@ def made(tmp_path, monkeypatch):
     client.dial = ends["near"].dial
     near.start()
     far.start()
-    yield SimpleNamespace(client=client, store=store, link=link, go_on=go_on, launched=launched, ends=ends)
+    yield SimpleNamespace(
+        client=client, store=store, link=link, waiting=waiting, go_on=go_on, launched=launched, ends=ends
+    )
     near.stop()
     far.stop()
     store.kill()
@@ -120,6 +122,21 @@ def test_tunnelled_client_gives_up_a_link_that_is_silent_and_ignores_what_comes_
         store_and_find(made.client, f"cut {cut}")
     engines = lambda: [each for each in made.store.counts().clients if each.kind == "engine"]  # noqa: E731
     eventually(lambda: len(engines()) == 1, 10)
+
+
+def test_store_does_not_keep_a_connection_whose_end_a_cut_link_lost(made):
+    """Its leases and reservations would hold slots until their deadlines, and it the store and descriptors for good."""
+    made.store.start()
+    made.client.start()
+    eventually(lambda: made.client.connected, 30)
+    made.link.clear()
+    assert isinstance(ask(made.client, b""), Failed)
+    eventually(lambda: len(made.waiting) > 1, 10)  # the lookup, and the end of the connection
+    made.waiting.clear()
+    made.link.set()
+    eventually(lambda: made.client.connected, 30)
+    assert [each.kind for each in made.store.counts().clients].count("engine") == 1
+    store_and_find(made.client, "e")
 
 
 def test_tunnel_whose_store_cannot_be_started_says_so_and_tries_again(made, caplog):

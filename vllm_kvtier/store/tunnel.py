@@ -106,6 +106,7 @@ class TunnelServer(_Tunnel):
     def deliver(self, number: int, frame: bytes) -> None:
         if number > self._last:
             self._last = number
+            self._close()  # a link that was cut may have lost the end of an earlier one
             if frame:
                 self._connect(number)
         super().deliver(number, frame)
