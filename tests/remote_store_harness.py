@@ -43,7 +43,7 @@ class World:
         loads = []
         for group, blocks in groups:
             theirs = np.asarray(blocks) + first
-            slots = self.nodes[node].fill(group, theirs, keys_of(theirs), rank)
+            slots = self.nodes[node].fill(group, theirs, keys_of(theirs) ^ self.worker._salts[group], rank)
             loads.append(GroupLoad(group, np.asarray(blocks, np.int64), keys_of(theirs), slots))
         return LoadJob(name, loads, timeout, node, remote_store=self.nodes[node].source())
 

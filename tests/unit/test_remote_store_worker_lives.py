@@ -114,7 +114,6 @@ def test_remote_worker_loads_with_real_nixl(monkeypatch):
     except KVTierError as error:
         pytest.skip(str(error))
     mine, mine_bytes = cache(BLOCKS, seed=2)
-    slots = node.fill(0, range(1, 20), keys_of(range(1, 20)), rank=1)
     server.register({0})
     stop, reactor, told, results = threading.Event(), Reactor("far"), [], []
 
@@ -131,6 +130,7 @@ def test_remote_worker_loads_with_real_nixl(monkeypatch):
         reactor.start()
         far_source = node.source()
         far_source = type(far_source)("node", server.name, node.address, server.metadata, 1)
+        slots = node.fill(0, range(1, 20), keys_of(range(1, 20)) ^ worker._salts[0], rank=1)
         load = GroupLoad(0, np.arange(1, 20), keys_of(range(1, 20)), slots)
         worker.load([LoadJob("r", [load], 20.0, "node", remote_store=far_source)], None)
         eventually(lambda: results, 20)

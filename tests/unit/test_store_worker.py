@@ -6,8 +6,10 @@ import threading
 import time
 from types import SimpleNamespace
 
+import msgspec
 import numpy as np
 import pytest
+from pull_fakes import cache
 from support import eventually
 from tier_fakes import group_view
 from worker_halves import worker_without_threads
@@ -18,6 +20,7 @@ from vllm_kvtier.wire.reactor import Reactor
 from vllm_kvtier.wire.slots import part_layout
 from vllm_kvtier.worker import store_load_worker
 from vllm_kvtier.worker.context import RankContext
+from vllm_kvtier.worker.copy.host_copier import HostCopier
 from vllm_kvtier.worker.integrity.sync_load_tracker import SyncLoadTracker
 from vllm_kvtier.worker.store import copy_engine as offload
 from vllm_kvtier.worker.store import store_worker
@@ -140,6 +143,49 @@ def test_worker_of_an_engine_over_several_nodes_copies_slots_of_its_own(worker):
     worker.tier.wait_until_done(5.0)
     eventually(lambda: len(worker.finished) == 2, 5.0)
     assert not worker.finished[1].failed and worker.copier.slots[-1] == [15, 16]
+
+
+TWO = [0, 0, 1, 1]  # nodes of the ranks
+
+
+@pytest.mark.parametrize(
+    "late, ours", [((TWO, 2), (TWO, 0)), ((TWO, 2), ([], 0)), (([], 0, "stage 0"), ([], 0))],
+    ids=["both over two nodes", "one over two nodes", "pipeline and tensor parallel"],
+)  # fmt: skip
+def test_late_copy_of_other_parts_of_the_same_block_is_found_to_be_wrong(worker, late, ours):
+    """In a slot that was given to this rank's engine since."""
+    memory, reactor, finished = np.zeros(1 << 20, np.uint8), worker.reactor, []
+
+    def rank_of(nodes, rank, layer="all"):
+        view = cache(8, seed=rank)
+        view.groups = [
+            msgspec.structs.replace(
+                group, regions=tuple(msgspec.structs.replace(region, layer=layer) for region in group.regions)
+            )
+            for group in view.groups
+        ]
+        setup = m.PoolSetup("/nowhere", [[0]] * 4, [[True]] * 4, ["raw"], nodes)
+        made = StoreWorker(RankContext(rank, reactor, worker.told.append, finished.append), view, setup)
+        pool = memory.ctypes.data, len(memory), SimpleNamespace(buffer=memory)
+        copier = HostCopier(view, pool, [part_layout(group) for group in view.groups], [0])
+        copier.register(0, len(memory))
+        worker.pool_backing.copier = copier
+        made.step(1, None)
+        return made
+
+    def load_now(tier, key):
+        group = GroupLoad(0, blocks(3), key.view(np.uint64), blocks(5), blocks(5, 5).reshape(2, 1))
+        tier.load_now([LoadJob("r", [group], 60.0, "life" if tier._node is None else "life life")], None)
+        tier.wait_until_done(5.0)
+        return finished.pop()
+
+    key, writer = blocks(77), rank_of(*late)
+    slots, life = (blocks(5), "life") if writer._node is None else (blocks(9, 5), "life life")
+    message = m.StoreBlocks(1, life, 0, 1, blocks(1).tobytes(), key.tobytes(), slots.tobytes())
+    reactor.call_soon(lambda: writer.store(message))
+    eventually(lambda: worker.told, 5.0)
+    assert not load_now(rank_of(*late), key).failed
+    assert load_now(rank_of(*ours), key).checksum_mismatch
 
 
 def test_load_is_polled_while_a_store_waits_for_its_step(worker):

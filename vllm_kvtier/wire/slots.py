@@ -31,7 +31,7 @@ REGION_ALIGN = 16
 PART_ALIGN = 64
 SUM_BYTES = 8
 # Part of the digest: raise it if the format changes, so that slots of older versions are not read.
-FORMAT = 1
+FORMAT = 2
 
 
 class PartLayout(msgspec.Struct, frozen=True):

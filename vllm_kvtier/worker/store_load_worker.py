@@ -3,12 +3,14 @@
 The model runner's thread calls the public methods. Copies run under ``_lock``, on that thread or on the reactor's.
 """
 
+import hashlib
 import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from vllm_kvtier import codecs
@@ -16,6 +18,7 @@ from vllm_kvtier.codecs.parts import part_layout
 from vllm_kvtier.jobs.results import ABORTED
 from vllm_kvtier.jobs.transfer_jobs import LoadJob
 from vllm_kvtier.wire import link as m
+from vllm_kvtier.wire.slots import layout_digest
 from vllm_kvtier.worker.cache_view import CacheView
 from vllm_kvtier.worker.context import ASLEEP, RankContext
 
@@ -31,6 +34,13 @@ class StoreLoadWorker(ABC):
             part_layout(group, codecs.get(name)) for group, name in zip(view.groups, setup.codecs, strict=True)
         ]
         self._part_bytes = [layout.nbytes for layout in self._layouts]
+        # By group, for the keys of checksums in slots: a late copy may find the same block there, but of an engine that
+        # keeps other parts of it.
+        nodes = setup.nodes if isinstance(setup, m.PoolSetup) else []
+        ranks = repr([rank for rank, node in enumerate(nodes) if node == nodes[context.rank]]).encode()
+        parts = [layout_digest([each], [layout]) for each, layout in zip(view.groups, self._layouts, strict=True)]
+        digests = [hashlib.blake2b(part + ranks, digest_size=8).digest() for part in parts]
+        self._salts = [np.uint64(int.from_bytes(digest, "little")) for digest in digests]
         self._offsets = setup.offsets[context.rank]
         self._lock = threading.RLock()
         self._suspended = False  # the cache has no memory until the next step

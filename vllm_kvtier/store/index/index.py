@@ -7,7 +7,7 @@ children.
 
 The slot of a removed block is free when it is neither leased nor reserved. Leases and reservations also end by a
 deadline; a slow client may then still read or write a slot that holds another block. That is not prevented but
-detected: the checksum in each slot is keyed by the block's hash.
+detected: the checksum in each slot is keyed by the block's hash, and by what of the block an engine keeps there.
 """
 
 from collections.abc import Callable, Sequence

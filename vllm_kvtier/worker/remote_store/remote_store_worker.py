@@ -283,7 +283,8 @@ class RemoteStoreWorker(StoreLoadWorker):
         if not reason:
             self._rate.add(batch.nbytes, seconds)
             try:
-                transfer.copy = self._copier.load(batch.group, batch.blocks, batch.keys, transfer.slots, batch.after)
+                keys = batch.keys ^ self._salts[batch.group]
+                transfer.copy = self._copier.load(batch.group, batch.blocks, keys, transfer.slots, batch.after)
                 return
             except Exception as error:  # a driver's error costs these loads, not the engine
                 reason = f"copying blocks that arrived failed: {error}"

@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from vllm_kvtier.jobs.results import LoadResult
 from vllm_kvtier.jobs.transfer_jobs import LoadJob, StoreJob
 from vllm_kvtier.logs import get_logger
@@ -170,6 +172,7 @@ class CopyEngine:
         direction before any was measured. ``batches``: the least number of loads, and of stores, given ahead: a store
         that waits for its forward is no sign of a slow link."""
         self._pool, self._clock = pool, clock
+        self.salts = [np.uint64(0)] * len(block_bytes)  # by group, for the keys of checksums in slots
         self.loads = LoadQueue(block_bytes)
         self.stores = StoreQueue(block_bytes, STORE_BATCH_DELAY, store_timeout)
         self._loading = _Lane(LOADS_AHEAD, batches[0], LOADS_PAUSE, first_rate)
@@ -385,7 +388,8 @@ class CopyEngine:
         call = _Call(batch, self._backing)
         try:
             lane.add(call, began)
-            call.copy = copy(batch.group, batch.blocks, batch.keys, batch.slots, event)
+            keys = batch.keys ^ self.salts[batch.group]
+            call.copy = copy(batch.group, batch.blocks, keys, batch.slots, event)
         except Exception as error:  # a driver's error costs these jobs, not the engine
             lane.drop(call)
             self._failed(lane, batch, error)

@@ -102,6 +102,7 @@ class StoreWorker(StoreLoadWorker):
         self._pool = StoreMemory(self._reactor, connect, copier, user)
         device = {"first_rate": DEVICE_RATE, "batches": DEVICE_BATCHES} if self.on_device else {}
         self._engine = CopyEngine(self._pool, self._part_bytes, **device)
+        self._engine.salts = self._salts
         self._pool.start()
         self._reactor.on_stop(self._close)
 
