@@ -64,6 +64,7 @@ def ask(client, hashes):
 
 
 def store_and_find(client, name):
+    eventually(lambda: client.ready_pages, 30)
     hashes = block_hashes_of((5, name))
     pending = client.reserve(NAMESPACE_ID, b"", *items_of(hashes), EVERYTHING)
     assert pending.wait(10 * TIMEOUT) and isinstance(pending.outcome, Reserved)
