@@ -191,6 +191,13 @@ class Driver:
         task.cancel()
         await asyncio.wait([task])
 
+    async def leave(self, engine: Engine, prompt: list[int], after: float, params: dict) -> None:
+        """As ``disconnect``, after the server has accepted the request: else the engine may never have seen it."""
+        body = {"prompt": prompt, "max_tokens": 400, "ignore_eos": True, "stream": True, "kv_transfer_params": params}
+        async with self._http.stream("POST", f"{engine.base_url}/v1/completions", json=body) as response:
+            assert response.status_code == 200
+            await asyncio.sleep(after)
+
     # -- looking inside ------------------------------------------------------------------------------------------
 
     async def inspect(self, engine: Engine) -> Inspection:

@@ -151,7 +151,7 @@ async def test_client_leaving_releases_export_at_once(fleet, driver, busy):
         prompt = random_tokens(rng, 400)
         first = await driver.prefill(fleet.prefill, prompt)
         others = [driver.ask(fleet.decode, random_tokens(rng, 2500), 1)] if busy else []
-        await asyncio.gather(driver.disconnect(fleet.decode, prompt, after, first.params), *others)
+        await asyncio.gather(driver.leave(fleet.decode, prompt, after, first.params), *others)
         await driver.until_no_exports(fleet.prefill)
 
 
