@@ -35,7 +35,7 @@ from vllm.v1.worker import kv_connector_model_runner_mixin as runner
 
 from vllm_kvtier.connector import KVTierConnector
 from vllm_kvtier.scheduler.sources import node_store
-from vllm_kvtier.store import client, tunnel
+from vllm_kvtier.store import launcher
 from vllm_kvtier.store.protocol import PAGE
 from vllm_kvtier.wire import link as lm
 from vllm_kvtier.wire import messages as m
@@ -225,8 +225,7 @@ def engine(root, run_dir, monkeypatch, tmp_path):
     monkeypatch.setattr(EngineCore, "add_request", EngineCore.add_request)
     monkeypatch.setattr(EngineCoreProc, "_notify_idle_state_callbacks", EngineCoreProc._notify_idle_state_callbacks)
     init_none_hash(sha256)
-    for module in (client, tunnel):
-        monkeypatch.setattr(module, "RESTART_SECONDS", 0.0)  # the test's stores were not launched by an engine
+    monkeypatch.setattr(launcher, "RESTART_SECONDS", 0.0)  # the test's stores were not launched by an engine
     stores = []
     for name in "ab":
         (run_dir / name).mkdir()

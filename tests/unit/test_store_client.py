@@ -377,7 +377,7 @@ def test_store_without_listener_is_launched_once(path, connect):
 
 def test_store_of_an_operator_is_theirs_to_start_again(path, connect, monkeypatch):
     """The engine's took its place, without its disk; what a service manager started was refused from then on."""
-    monkeypatch.setattr(client_module, "RESTART_SECONDS", 1.0)
+    monkeypatch.setattr(launcher, "RESTART_SECONDS", 1.0)
     launched = []
     client = connect(launch=lambda: launched.append(time.monotonic()), start=False)
     for again in (False, True):

@@ -12,7 +12,7 @@ from store_support import EVERYTHING, NAMESPACE_ID, block_hashes_of, engine_hell
 from support import eventually, stop
 
 from vllm_kvtier.errors import KVTierError
-from vllm_kvtier.store import tunnel
+from vllm_kvtier.store import launcher
 from vllm_kvtier.store.client import Failed, StoreClient
 from vllm_kvtier.store.protocol import Found, Reserved
 from vllm_kvtier.store.tunnel import TunnelClient, TunnelServer
@@ -24,7 +24,7 @@ TIMEOUT = 0.5
 @pytest.fixture
 def made(tmp_path, monkeypatch):
     """``link``: an event; while it is cleared, frames of both directions wait."""
-    monkeypatch.setattr(tunnel, "RESTART_SECONDS", 1.5)
+    monkeypatch.setattr(launcher, "RESTART_SECONDS", 1.5)
     near, far, link = Reactor("near"), Reactor("far"), threading.Event()
     link.set()
     waiting = []

@@ -30,9 +30,6 @@ from vllm_kvtier.wire.stream import Stream, StreamLimits
 logger = get_logger(__name__)
 
 RETRY_SECONDS = 0.05, 5.0  # first and longest backoff between connection attempts
-# For an operator's service manager to start a store again that has ended, before an engine starts one: that has the
-# engine's options, without the other's tiers, and takes its place.
-RESTART_SECONDS = 15.0
 REFUSED_SECONDS = 15.0  # backoff after a refusal, for example by a store of another version
 CACHED_BYTES = 64 << 10  # of keys per message
 _ID_MASK = (1 << 48) - 1  # of request ids
@@ -151,8 +148,6 @@ class StoreClient:
         self._retry_timer: Timer | None = None
         self._backoff = RETRY_SECONDS[0]
         self._refused = False  # the connection is being closed by a refusal
-        self._operated = False  # the latest store was an operator's
-        self._launch_after = 0.0
 
     def start(self) -> None:
         """Start connecting; before or after the reactor's start, any thread."""
@@ -347,8 +342,6 @@ class StoreClient:
     def _not_listening(self) -> None:
         if self._starter is None:
             self._disconnected(f"no node store listens at {self._path}; `kvtier store` starts one")
-        elif time.monotonic() < self._launch_after:
-            self._disconnected(f"the node store at {self._path} has ended; engines start one if its operator does not")
         else:
             # Go on trying: another process may start a store, and the start of this one may hang.
             self._disconnected(self._starter.start())
@@ -437,9 +430,9 @@ class StoreClient:
             stream.close(str(error))
             return
         self._clear_greeting()
-        self._backoff, self._operated = RETRY_SECONDS[0], not reply.launched
+        self._backoff = RETRY_SECONDS[0]
         if self._starter is not None:
-            self._starter.succeeded()
+            self._starter.connected(reply.launched)
         with self._lock:
             self.connected, self.reason, self.instance = True, "", reply.instance
             self.tiers = tuple(reply.tiers)
@@ -474,7 +467,8 @@ class StoreClient:
             pending = [*self._pending.values(), *self._waiting.values()]
             self._pending, self._waiting = {}, {}
         os.close(fd)
-        self._launch_after = time.monotonic() + RESTART_SECONDS if self._operated else 0.0
+        if self._starter is not None:
+            self._starter.ended()
         for one in pending:
             one.resolve(Failed(text))
         self._changed()

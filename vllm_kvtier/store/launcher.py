@@ -24,6 +24,9 @@ logger = get_logger(__name__)
 
 READY = b"ready"
 BACKOFF_SECONDS = 5.0, 60.0  # first and longest time after a failed start, which costs 0.5 s of CPU
+# For an operator's service manager to start a store again that has ended, before an engine starts one: that has the
+# engine's options, without the other's tiers, and takes its place.
+RESTART_SECONDS = 15.0
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,40}")
 
 
@@ -125,12 +128,14 @@ def _read_all(reader: int, timeout: float) -> bytes:
 
 class Starter:
     """``launch`` returns once a store listens, or raises KVTierError. ``done(error or "")`` is called on the reactor's
-    thread, as are all methods."""
+    thread, as are all methods. Where an operator ran the store, nothing is started for ``RESTART_SECONDS`` after its
+    end."""
 
     def __init__(self, reactor: Reactor, launch: Callable[[], None], done: Callable[[str], None]):
         self._reactor, self._launch, self._done = reactor, launch, done
         self._backoff = BACKOFF_SECONDS[0]
-        self._failure, self._after = "", 0.0  # the last error, and the end of its backoff
+        self._failure, self._after = "", 0.0  # why nothing is started until then
+        self._operated = False  # the latest store was an operator's
         self._running = False
 
     def start(self) -> str:
@@ -152,9 +157,15 @@ class Starter:
         self._failure, self._after = failure, time.monotonic() + self._backoff
         self._backoff = min(self._backoff * 2, BACKOFF_SECONDS[1])
 
-    def succeeded(self) -> None:
-        """A store is connected: end the backoff."""
-        self._backoff, self._after = BACKOFF_SECONDS[0], 0.0
+    def connected(self, launched: bool) -> None:
+        """A store is connected, which an engine ``launched``: end the backoff."""
+        self._backoff, self._after, self._operated = BACKOFF_SECONDS[0], 0.0, not launched
+
+    def ended(self) -> None:
+        """The store has ended. Idempotent."""
+        if self._operated:
+            self._failure = "the node store has ended; engines start one if its operator does not"
+            self._operated, self._after = False, time.monotonic() + RESTART_SECONDS
 
     def _run(self) -> None:
         try:

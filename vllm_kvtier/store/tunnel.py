@@ -7,11 +7,9 @@ the connection, and frames of a closed one are ignored. Reactor's thread.
 
 import os
 import socket
-import time
 from collections.abc import Callable
 
 from vllm_kvtier.logs import get_logger
-from vllm_kvtier.store.client import RESTART_SECONDS
 from vllm_kvtier.store.launcher import Starter
 from vllm_kvtier.store.protocol import MAX_FRAME, Welcome, decode_reply
 from vllm_kvtier.wire.reactor import Reactor
@@ -100,8 +98,6 @@ class TunnelServer(_Tunnel):
         self._path = path
         self._starter = None if launch is None else Starter(reactor, launch, self._launched)
         self._welcomed = 0  # connection that has got a frame
-        self._operated = False  # an operator ran the latest store, and may start it again
-        self._launch_after = 0.0
 
     def deliver(self, number: int, frame: bytes) -> None:
         if number > self._last:
@@ -117,15 +113,11 @@ class TunnelServer(_Tunnel):
             sock.connect(self._path)
         except OSError as error:  # the client tries again
             sock.close()
-            if self._operated:
-                self._operated, self._launch_after = False, time.monotonic() + RESTART_SECONDS
-            absent = isinstance(error, FileNotFoundError | ConnectionRefusedError)
-            if self._starter is not None and absent and time.monotonic() >= self._launch_after:
+            if self._starter is not None and isinstance(error, FileNotFoundError | ConnectionRefusedError):
+                self._starter.ended()
                 self._starter.start()
             self._send(number, b"")
             return
-        if self._starter is not None:
-            self._starter.succeeded()
         stream, user = self._add(number, sock), os.getuid()
         if user and stream.peer()[1] not in (user, 0):  # as a client of its own node
             stream.close("the store belongs to another user")
@@ -135,7 +127,8 @@ class TunnelServer(_Tunnel):
         if number != self._welcomed:
             self._welcomed = number
             reply = decode_reply(frame)
-            self._operated = isinstance(reply, Welcome) and not reply.launched
+            if self._starter is not None and isinstance(reply, Welcome):
+                self._starter.connected(reply.launched)
 
     def _launched(self, failure: str) -> None:
         if failure and self._starter is not None:
