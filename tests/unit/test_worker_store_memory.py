@@ -263,6 +263,20 @@ def test_store_memory_that_is_given_back_does_not_hold_up_the_reactor(world):
     assert mapping.closed and copier.closed and world.pool.instance == "b"
 
 
+def test_store_memory_is_given_back_where_no_thread_can_be_started(world, monkeypatch):
+    """It stayed pinned otherwise, and the next store's memory was never mapped."""
+    world.client.send("a", PIECE_BYTES, PIECE_BYTES)
+    world.turns.all()
+
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    world.client.send("b", PIECE_BYTES, PIECE_BYTES)
+    world.turns.all()
+    assert world.client.mappings[0].closed and world.copiers[0].closed and world.pool.instance == "b"
+
+
 def test_store_memory_mapping_after_disconnect_is_retried(world):
     world.client.mappable = False
     world.client.send("a", PIECE_BYTES, PIECE_BYTES)

@@ -60,7 +60,10 @@ class Backing:
 
     def _close_aside(self) -> None:
         """Unpinning and unmapping take seconds, for which the caller's thread would do nothing else."""
-        threading.Thread(target=self.close, name=UNMAP_THREAD, daemon=True).start()
+        try:
+            threading.Thread(target=self.close, name=UNMAP_THREAD, daemon=True).start()
+        except RuntimeError:  # this process or container may have no more threads now
+            self.close()
 
     def next_piece(self) -> tuple[int, int] | None:
         """(start, bytes) that can be registered next. Up to a multiple of PIECE_BYTES: no slot reaches across one."""
