@@ -93,6 +93,17 @@ def test_copy_engine_stores_on_the_models_stream_only_what_its_ring_has_room_for
     assert len(stored + run(offload, clock, 60).stored) == 20
 
 
+def test_copy_engine_stores_beside_the_model_once_a_copier_does_not_use_its_stream(clock):
+    """Each copier reads the tuning anew: of a machine that was measured meanwhile."""
+    offload = engine(ModelStreamLink(clock), clock)
+    offload.poll()
+    offload.model_stream = "the model's"
+    offload._pool.current = Link(clock)
+    offload.submit_store(job := store(32, step=1))
+    offload.step_launched(1, None)
+    assert run(offload, clock, 60).stored == [job.id]
+
+
 def test_copy_engine_load_now_on_host_ends_at_once(clock):
     offload = engine(CpuLink(clock), clock)
     offload.submit_load(load("now", 30), None)

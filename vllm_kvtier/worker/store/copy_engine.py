@@ -363,7 +363,7 @@ class CopyEngine:
 
     def _store_may_begin(self, now: float) -> tuple[bool, Any | None]:
         """Whether one may, and the model's stream if it is to gather there."""
-        if self.model_stream is None or self._backing is None or self._overdue_at() <= now:
+        if self.model_stream is None or not self.on_model_stream or self._overdue_at() <= now:
             return True, None
         return self._backing.copier.free_pieces(self.model_stream) > 0, self.model_stream
 
