@@ -1,6 +1,7 @@
 """The proxy's parts without sockets: options, bodies, salts, names of conversations, routes."""
 
 import json
+import time
 
 import msgspec
 import pytest
@@ -221,6 +222,22 @@ def test_media_names_behind_escapes_are_renamed():
     request = ClientRequest(Route.CHAT, body)
     request.rename_media(str.upper)
     assert msgspec.json.decode(request.fields["messages"]) == [{"content": [{"uuid": "LOGO", "x": 1}]}]
+
+
+def test_media_are_renamed_about_as_fast_as_json_is_parsed():
+    """Everything else waits meanwhile: 400,000 objects of 46 MB took 3 s."""
+    body = json.dumps({"messages": [], "tools": [{"uuid": 1, "a": "b" * 100}] * 20_000}).encode()
+
+    def seconds(work):
+        took = []
+        for _ in range(5):
+            began = time.process_time()
+            work()
+            took.append(time.process_time() - began)
+        return min(took)
+
+    request = ClientRequest(Route.CHAT, body)
+    assert seconds(lambda: request.rename_media(str)) < 3 * seconds(lambda: json.loads(body))
 
 
 def test_media_names_differ_by_tenant_and_secret():

@@ -37,6 +37,7 @@ _NOT_FOR_PREFILL_SAMPLING = (
 )
 
 _Fields = dict[str, msgspec.Raw]
+_OBJECT, _OBJECTS = msgspec.json.Decoder(_Fields), msgspec.json.Decoder(list[_Fields])
 _NULL = msgspec.Raw(b"null")
 _UUID = (b"uuid", *(b"\\u%04x" % letter for letter in b"uid"))  # as it may be written in JSON
 _MAX_ID_CHARS = 256
@@ -257,33 +258,59 @@ def remove_transfer_fields(fields: _Fields, nested: str = "vllm_xargs") -> None:
 def rename_media(fields: _Fields, rename: Callable[[str], str]) -> bool:
     """Rename the media that the client has named: engines keep media by these names, for the requests of all tenants.
     True if there are any. Raises BadRequest."""
-    before = dict(fields)
-    for name, raw in before.items():
-        fields[name] = _with_parts_renamed(raw, name, rename, is_parts=name == "content_parts")
-    return any(fields[name] is not raw for name, raw in before.items())
+    found = False
+    for name, raw in fields.items():
+        text = bytes(raw)
+        if not any(sign in text for sign in _UUID):
+            continue
+        _refuse_many(raw, name)
+        try:
+            renamed = _with_parts_renamed(raw, rename, is_parts=name == "content_parts")
+        except UNREADABLE as error:
+            raise _unreadable(name, error) from error
+        found |= renamed is not raw
+        fields[name] = renamed
+    return found
 
 
 def _with_parts_renamed(
-    raw: msgspec.Raw, name: str, rename: Callable[[str], str], *, is_parts: bool = False, depth: int = 0
+    raw: msgspec.Raw, rename: Callable[[str], str], *, is_parts: bool = False, depth: int = 0
 ) -> msgspec.Raw:
-    """``raw``: a message, or lists of such; ``is_parts``: the parts of one, or one part."""
-    text = bytes(raw)
-    if not any(sign in text for sign in _UUID):
+    """``raw``: a message, or lists of such; ``is_parts``: the parts of one, or one part. Not searched for names first:
+    a body of pictures is large. Raises one of UNREADABLE."""
+    change = _rename_part if is_parts else _rename_in_message
+    kind = memoryview(raw)[0]
+    if kind == ord("{"):
+        fields = _OBJECT.decode(raw)
+        return _encoded(fields) if change(fields, rename) else raw
+    if kind != ord("[") or depth == 2:
         return raw
-    if text.startswith(b"[") and depth < 2:
-        values = _decode(raw, name, list[msgspec.Raw])
-        renamed = [_with_parts_renamed(each, name, rename, is_parts=is_parts, depth=depth + 1) for each in values]
+    try:
+        objects = _OBJECTS.decode(raw)
+    except msgspec.ValidationError:  # not of objects alone
+        values = msgspec.json.decode(raw, type=list[msgspec.Raw])
+        renamed = [_with_parts_renamed(each, rename, is_parts=is_parts, depth=depth + 1) for each in values]
         changed = any(new is not old for new, old in zip(renamed, values, strict=True))
         return _encoded(renamed) if changed else raw
-    if not text.startswith(b"{"):
-        return raw
-    fields = _decode(raw, name, _Fields)
-    if is_parts:
-        given = read_field(fields, "uuid")
-        return raw if given is None else _encoded(fields | {"uuid": rename(str(given))})
-    content = fields.get("content", _NULL)
-    renamed_content = _with_parts_renamed(content, name, rename, is_parts=True)
-    return raw if renamed_content is content else _encoded(fields | {"content": renamed_content})
+    return _encoded(objects) if any([change(each, rename) for each in objects]) else raw
+
+
+def _rename_in_message(message: _Fields, rename: Callable[[str], str]) -> bool:
+    """Whether it had media with names."""
+    content = message.get("content", _NULL)
+    message_content = _with_parts_renamed(content, rename, is_parts=True)
+    if message_content is content:
+        return False
+    message["content"] = message_content
+    return True
+
+
+def _rename_part(part: _Fields, rename: Callable[[str], str]) -> bool:
+    """Whether it had a name."""
+    if (given := read_field(part, "uuid")) is None:
+        return False
+    part["uuid"] = _encoded(rename(str(given)))
+    return True
 
 
 def _with_hashes_renamed(raw: msgspec.Raw, rename: Callable[[str], str]) -> msgspec.Raw:
@@ -312,12 +339,20 @@ def _is_null(fields: _Fields, name: str) -> bool:
 
 
 def _decode(raw: msgspec.Raw, name: str, kind: Any = Any) -> Any:
-    if len(raw) > _MAX_VALUES and sum(map(bytes(raw).count, (b",", b"[", b"{"))) > _MAX_VALUES:
-        raise _too_many(f"The field {name}", "values", _MAX_VALUES, name)
+    _refuse_many(raw, name)
     try:
         return msgspec.json.decode(raw, type=kind)
     except UNREADABLE as error:
-        raise BadRequest(f"The field {name} cannot be read: {error}.", param=name) from error
+        raise _unreadable(name, error) from error
+
+
+def _refuse_many(raw: msgspec.Raw, name: str) -> None:
+    if len(raw) > _MAX_VALUES and sum(map(bytes(raw).count, (b",", b"[", b"{"))) > _MAX_VALUES:
+        raise _too_many(f"The field {name}", "values", _MAX_VALUES, name)
+
+
+def _unreadable(name: str, error: Exception) -> BadRequest:
+    return BadRequest(f"The field {name} cannot be read: {error}.", param=name)
 
 
 def _too_many(what: str, of: str, limit: int, param: str | None = None) -> BadRequest:
