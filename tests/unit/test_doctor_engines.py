@@ -349,6 +349,15 @@ def test_doctor_prefix_caching_off_is_found(make):
     assert code == 2 and "prefix caching is off" in only(checks, "fail")["message"]
 
 
+def test_doctor_connector_that_is_disabled_is_found(make):
+    """For a model or an option that it does not support: the engine counts nothing of it, no errors either."""
+    served = METRICS + "# TYPE vllm:prompt_tokens_total counter\nvllm:prompt_tokens_total 5.0\n"
+    code, checks = doctor("--server", make(FakeServer, metrics=served).url)
+    assert code == 2 and "as if it were disabled" in only(checks, "fail")["message"]
+    served += counter("prompt_tokens", 5, "local_compute")
+    assert doctor("--server", make(FakeServer, metrics=served).url)[0] == 0
+
+
 def store_up(*values: int) -> str:
     """The gauge of so many data-parallel ranks."""
     ranks = (f'vllm:kvtier_store_up{{engine="{rank}",kind=""}} {value}.0\n' for rank, value in enumerate(values))

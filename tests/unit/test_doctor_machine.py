@@ -13,11 +13,13 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
+from rich.console import Console
 from store_process import Store
 from support import eventually, stop
 from typer.testing import CliRunner, Result
 
 from vllm_kvtier.cli.__main__ import app
+from vllm_kvtier.cli.doctor import _print_summary
 from vllm_kvtier.doctor import store
 from vllm_kvtier.doctor.examine import Options, examine
 from vllm_kvtier.doctor.machine import disk, gpus, limits, mooncake, packages, ports
@@ -251,6 +253,16 @@ def test_doctor_gpus_with_peer_access_are_ok():
 def test_doctor_gpus_without_peer_access_warn():
     check = only(gpus.gpus(Driver(3, {(0, 2), (2, 0)})), "warn")
     assert "2 of 6 pairs of GPUs cannot read each other's memory (0 from 2, 2 from 0)" in check.message
+
+
+def test_doctor_does_not_take_gpus_of_amd_for_none(monkeypatch):
+    monkeypatch.setattr(gpus.os.path, "exists", lambda path: path == "/dev/kfd")
+    assert "of AMD" in only(gpus.gpus(None), "unknown").message
+
+
+def test_doctor_summary_counts_checks_that_could_not_be_made(capsys):
+    _print_summary([Check("a", "ok", ""), Check("b", "unknown", "")], Console())
+    assert capsys.readouterr().out == "\n0 errors, 0 warnings, 1 ok, 1 not known\n"
 
 
 def test_doctor_missing_or_broken_cuda_driver_fails():

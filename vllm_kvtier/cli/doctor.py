@@ -163,7 +163,8 @@ def show(check: Check, console: Console) -> None:
 
 def _print_summary(checks: list[Check], console: Console) -> None:
     count = {state: sum(check.state == state for check in checks) for state in _MARKS}
-    if count["fail"] or count["warn"]:
-        console.print(f"\n{count['fail']} errors, {count['warn']} warnings, {count['ok']} ok", markup=False)
+    if count["ok"] < len(checks):
+        unknown = f", {count['unknown']} not known" if count["unknown"] else ""
+        console.print(f"\n{count['fail']} errors, {count['warn']} warnings, {count['ok']} ok{unknown}", markup=False)
     else:
         console.print(f"\nAll {count['ok']} checks are ok.", markup=False)

@@ -116,6 +116,9 @@ def _counted_errors(name: str, metrics: Scrape) -> Iterator[Check]:
     if metrics.cache.get("enable_prefix_caching") == "False":
         message = "prefix caching is off in this engine, so its blocks have no hashes to find them by"
         yield fail(name, message, "start it without --no-enable-prefix-caching")
+    elif metrics.total("vllm:prompt_tokens") and not metrics.ours("prompt_tokens"):
+        message = "the connector had a part in none of its prompts, as if it were disabled in this engine"
+        yield fail(name, message, "see the engine's log ('connector: disabled') and docs/limits.md")
     if faults := metrics.kinds("internal_errors"):
         places = ", ".join(f"{place} ({n:.0f})" for place, n in faults.items())
         message = f"errors in vllm-kvtier itself: {places}; after many the engine neither loads nor stores KV"

@@ -5,7 +5,7 @@ import itertools
 import os
 from typing import Any
 
-from vllm_kvtier.doctor.report import Check, fail, ok, warn
+from vllm_kvtier.doctor.report import Check, fail, ok, unknown, warn
 
 _NAME_BYTES = 128
 
@@ -24,7 +24,9 @@ def gpus(driver: Any | None, device_nodes: bool | None = None) -> list[Check]:
         if there:
             fix = "run the container with the NVIDIA runtime (docker run --gpus all), or install the driver"
             return [fail("GPU", "there is a GPU, but not CUDA's driver library (libcuda.so.1)", fix)]
-        return [ok("GPU", "none: engines run on CPUs")]
+        if os.path.exists("/dev/kfd"):
+            return [unknown("GPU", "of AMD: doctor looks at NVIDIA's only")]
+        return [ok("GPU", "none of NVIDIA: engines run on CPUs")]
     if code := driver.cuInit(0):
         return [fail("GPU", f"CUDA's driver does not start (error {code})", "see nvidia-smi and dmesg")]
     count, version = ctypes.c_int(), ctypes.c_int()
