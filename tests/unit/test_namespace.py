@@ -254,7 +254,8 @@ def test_options_quantizing_environment_variable_counts(monkeypatch):
     before = of()
     rocm = ("VLLM_ROCM_USE_AITER", "1"), ("VLLM_ROCM_USE_AITER_MOE_SITUV2", "a16w4")
     weights = ("VLLM_MARLIN_INPUT_DTYPE", "int8"), ("VLLM_MOE_USE_DEEP_GEMM", "0")
-    for name, value in (*weights, ("VLLM_FLOAT32_MATMUL_PRECISION", "medium"), *rocm):
+    precise = ("VLLM_FLOAT32_MATMUL_PRECISION", "medium"), ("VLLM_BATCH_INVARIANT", "1")
+    for name, value in (*weights, *precise, *rocm):
         with monkeypatch.context() as patch:
             patch.setenv(name, value)
             assert f"{name}={value}" in before.mismatch(of())

@@ -121,9 +121,10 @@ TABLE = {
 _OTHER = {name: frozenset(fields.other.split()) for name, fields in TABLE.items()}
 
 # vLLM's environment variables that quantize weights, activations or what ranks send each other, choose the precision of
-# float32, draw a token's experts at random (for benchmarks), or choose how videos are read.
+# float32, draw a token's experts at random (for benchmarks), or choose how videos are read. With batch invariance a
+# token's KV is bitwise the same whatever it is computed beside: KV of other kernels, which round otherwise, is not.
 VARIABLES = (
-    "VLLM_B12X_MOE_FP4_FORCE_A16", "VLLM_CPU_INT4_W4A8", "VLLM_DISABLED_KERNELS",
+    "VLLM_B12X_MOE_FP4_FORCE_A16", "VLLM_BATCH_INVARIANT", "VLLM_CPU_INT4_W4A8", "VLLM_DISABLED_KERNELS",
     "VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE", "VLLM_FLOAT32_MATMUL_PRECISION",
     "VLLM_HUMMING_INPUT_QUANT_CONFIG", "VLLM_HUMMING_ONLINE_QUANT_CONFIG", "VLLM_MARLIN_INPUT_DTYPE",
     "VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "VLLM_MOE_USE_DEEP_GEMM",
@@ -136,8 +137,8 @@ VARIABLES = (
 )  # fmt: skip
 # vLLM sets one of them itself for some models, and guides set others.
 _DEFAULTS = {
-    "VLLM_FLOAT32_MATMUL_PRECISION": "highest", "VLLM_MOE_USE_DEEP_GEMM": "1", "VLLM_USE_DEEP_GEMM": "1",
-    "VLLM_USE_DEEP_GEMM_E8M0": "1",
+    "VLLM_BATCH_INVARIANT": "0", "VLLM_FLOAT32_MATMUL_PRECISION": "highest", "VLLM_MOE_USE_DEEP_GEMM": "1",
+    "VLLM_USE_DEEP_GEMM": "1", "VLLM_USE_DEEP_GEMM_E8M0": "1",
 }  # fmt: skip
 # Kernels that compute with what the checkpoint has quantized; others leave activations as they are (Marlin), quantize
 # them further or quantize the weights anew.
