@@ -17,7 +17,8 @@ import httpx
 import pytest
 from proxy_fakes import ALONE, Cluster, alone, events, text_of, turn
 
-from vllm_kvtier.proxy.engines.engine_http import EngineHttp
+from vllm_kvtier.proxy.config import EngineAddress
+from vllm_kvtier.proxy.engines.engine_http import EngineFailure, EngineHttp
 from vllm_kvtier.proxy.messages.buffers import Held
 from vllm_kvtier.proxy.messages.request_bodies import ClientRequest
 from vllm_kvtier.proxy.routes.connections import MAX_HEAD_BYTES
@@ -403,6 +404,40 @@ async def test_proxy_without_descriptors_makes_no_engine_unavailable(monkeypatch
         assert reply.status_code == 503 and "retry-after" in reply.headers
         assert all(engine.healthy and engine.instance == 0 for engine in c.core.fleet)
         assert c.core.state()["counts"]["memory_full"] == 1
+
+
+async def test_engines_are_reached_while_dns_does_not_answer(monkeypatch):
+    async with Cluster() as c:
+        port, dns = int(c.core.decode[0].url.rpartition(":")[2]), {}
+
+        async def getaddrinfo(host, port, **_):
+            if dns:
+                await dns["fault"]()
+            return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port))]
+
+        async def fails(error):
+            raise socket.gaierror(error, "no answer")
+
+        async def health(http):
+            with contextlib.suppress(AttributeError):
+                http._session.connector.clear_dns_cache()
+            reply = await http.ask("GET", "/health", None, {"connection": "close"}, 5, True)
+            reply.close()
+            return reply.status
+
+        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
+        known, new = (EngineHttp("D0", EngineAddress(url=f"http://engine.test:{port}"), 0.1) for _ in range(2))
+        assert await health(known) == 200
+        for dns["fault"] in (partial(fails, socket.EAI_AGAIN), asyncio.Event().wait):
+            assert await health(known) == 200
+            with pytest.raises(EngineFailure) as caught:
+                await health(new)
+            assert caught.value.unreached
+        dns["fault"] = partial(fails, socket.EAI_NONAME)
+        with pytest.raises(EngineFailure):
+            await health(known)
+        await known.aclose()
+        await new.aclose()
 
 
 async def test_prompts_are_not_held_parsed_while_requests_wait():

@@ -159,7 +159,11 @@ class EngineHttp:
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(
-                    limit=0, keepalive_timeout=_KEEPALIVE_SECONDS, ssl=self._tls, socket_factory=_socket
+                    limit=0,
+                    keepalive_timeout=_KEEPALIVE_SECONDS,
+                    ssl=self._tls,
+                    socket_factory=_socket,
+                    resolver=_Resolver(self._connect_timeout),
                 ),
                 # No total timeout: answers may be large and slow, and their reads have deadlines.
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_timeout),
@@ -178,6 +182,26 @@ class EngineHttp:
         if self._session is not None:
             await self._session.close()
             self._session = None
+
+
+class _Resolver(aiohttp.ThreadedResolver):
+    """While DNS does not answer within ``seconds``, its last answer stays valid: connections are new every few seconds,
+    and all engines would be unavailable. A name that it does not have any more is no address."""
+
+    def __init__(self, seconds: float):
+        super().__init__()
+        self._seconds = seconds
+        self._known: dict[tuple, list] = {}
+
+    async def resolve(self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET) -> list:
+        name = host, port, family
+        try:
+            async with time_limit(self._seconds):
+                self._known[name] = await super().resolve(host, port, family)
+        except OSError as error:  # a TimeoutError, too
+            if name not in self._known or error.errno in (socket.EAI_NONAME, socket.EAI_NODATA):
+                raise
+        return self._known[name]
 
 
 def _socket(address: tuple) -> socket.socket:
