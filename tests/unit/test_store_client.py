@@ -10,6 +10,7 @@ import threading
 import time
 
 import pytest
+from store_process import Store
 from store_support import EVERYTHING, NAMESPACE_ID, RawClient, block_hashes_of, engine_hello, items_of, tool_hello
 from support import eventually, stop
 
@@ -390,6 +391,23 @@ def test_store_of_an_operator_is_theirs_to_start_again(path, connect, monkeypatc
         ended = time.monotonic()
         eventually(lambda: "if its operator does not" in client.reason)
         assert not launched
+    eventually(lambda: launched)
+    assert 0.9 < launched[0] - ended
+
+
+def test_operators_store_that_hung_before_its_end_is_theirs_to_start_again(path, connect, monkeypatch, tmp_path):
+    """A restart of it: the time was over before anything had ended, and an engine's took its place."""
+    monkeypatch.setattr(launcher, "RESTART_SECONDS", 1.0)
+    launched, store = [], Store(tmp_path)
+    store.start()
+    client = connect(launch=lambda: launched.append(time.monotonic()), lookup_timeout=0.1)
+    eventually(lambda: client.connected)
+    stop(store.process.pid)
+    began = time.monotonic()
+    client.stat()
+    eventually(lambda: "does not answer Hello" in client.reason and time.monotonic() > began + 2.0)
+    ended = time.monotonic()
+    store.kill()
     eventually(lambda: launched)
     assert 0.9 < launched[0] - ended
 

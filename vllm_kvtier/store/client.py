@@ -343,6 +343,7 @@ class StoreClient:
         if self._starter is None:
             self._disconnected(f"no node store listens at {self._path}; `kvtier store` starts one")
         else:
+            self._starter.ended()
             # Go on trying: another process may start a store, and the start of this one may hang.
             self._disconnected(self._starter.start())
 
@@ -467,8 +468,6 @@ class StoreClient:
             pending = [*self._pending.values(), *self._waiting.values()]
             self._pending, self._waiting = {}, {}
         os.close(fd)
-        if self._starter is not None:
-            self._starter.ended()
         for one in pending:
             one.resolve(Failed(text))
         self._changed()
