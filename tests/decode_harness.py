@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
@@ -81,19 +82,23 @@ class Calls:
 
 class Engine:
     """An engine whose requests all begin in the same step, so that they fill their blocks in the same steps. ``lot``:
-    blocks between two looks at a request; with 1 all are looked at in the same step."""
+    blocks between two looks at a request; with 1 all are looked at in the same step. ``step_tokens``: most in a step;
+    ``max_tokens``: of a request; ``ahead``: vLLM schedules a step before it has read the one before."""
 
-    def __init__(self, calls, store, root, monkeypatch, requests, lot):
+    def __init__(
+        self, calls, store, root, monkeypatch, requests, lot, step_tokens=8192, max_tokens=1024, blocks=0, ahead=False
+    ):  # fmt: skip
         self.calls, self.store, self.names = calls, store, [f"r{n}" for n in range(requests)]
-        blocks = 8 * lot * requests + 2048
+        blocks = blocks or 8 * lot * requests + 2048
         config = VllmConfig(
             model_config=ModelConfig(
-                model=str(root / "models" / "recall-6m"), skip_tokenizer_init=True, dtype="float32", max_model_len=1024
+                model=str(root / "models" / "recall-6m"), skip_tokenizer_init=True, dtype="float32",
+                max_model_len=max_tokens,
             ),
             cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=True),
             scheduler_config=SchedulerConfig(
-                max_num_seqs=requests + SHORT_REQUESTS, max_num_batched_tokens=8192, max_model_len=1024,
-                is_encoder_decoder=False,
+                max_num_seqs=requests + SHORT_REQUESTS, max_num_batched_tokens=step_tokens, max_model_len=max_tokens,
+                is_encoder_decoder=False, async_scheduling=ahead or None,
             ),
             kv_transfer_config=KVTransferConfig(
                 kv_connector="KVTierConnector", kv_connector_module_path="vllm_kvtier.connector", kv_role="kv_both",
@@ -104,7 +109,7 @@ class Engine:
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=HEADS, head_size=INNER // 2, dtype=torch.uint8)
         caches = KVCacheConfig(blocks, [], [KVCacheGroupSpec(["layer"], spec)])
         self.core = EngineCore.__new__(EngineCore)
-        self.scheduler = self.core.scheduler = Scheduler(
+        self.scheduler = self.core.scheduler = (AsyncScheduler if ahead else Scheduler)(
             vllm_config=config, kv_cache_config=caches, structured_output_manager=StructuredOutputManager(config),
             block_size=BLOCK, hash_block_size=BLOCK, log_stats=False,
         )  # fmt: skip

@@ -55,8 +55,9 @@ class Histories(RuleBasedStateMachine):
         assert 0 <= decision.queued_bytes <= sum(n for s, n in self.under_way if s == source)
         if decision.compute_seconds is not None:
             assert math.isfinite(decision.compute_seconds) and decision.compute_seconds >= 0
-            faster = decision.load_seconds <= decision.compute_seconds
-            assert decision.should_load == faster or decision.reason == p.PROBE
+            longest = (1 + p.MAX_BACKLOG_FACTOR * bool(self.under_way)) * decision.compute_seconds * (1 + 1e-9)
+            assert decision.should_load or decision.load_seconds > decision.compute_seconds
+            assert decision.load_seconds <= longest or not decision.should_load or decision.reason == p.PROBE
 
     @rule(source=sources, nbytes=sizes, more=sizes)
     def more_bytes_take_longer(self, source, nbytes, more):

@@ -375,6 +375,15 @@ def test_planner_burst_is_divided_between_load_and_compute():
     assert computing < alone / 6 and max(loading, computing) < 1.2 * 24 * 2048 * KV / (50 * GB)
 
 
+def test_planner_burst_from_fast_link_is_loaded():
+    """Each load that ends while one is computed would wait for that."""
+    assert burst(taught(), 24)[1] == 0.0
+    planner = taught()
+    for _ in range(4):
+        planner.started("store", 32_768 * KV)  # of 97 ms each
+    assert not planner.decide("store", 0, 2048, 3 * 2048 * KV, 2049).should_load, "half of one ends meanwhile"
+
+
 def test_planner_burst_with_slow_link_computes_most():
     clock = Clock()
     planner = taught(clock, known=1)

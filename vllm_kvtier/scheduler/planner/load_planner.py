@@ -8,9 +8,10 @@ computed after it. A loaded token costs the same wherever it is, a computed one 
 (attention), so the total as a function of m has no minimum between its ends: either m = start or m = end is best.
 
 Computing has a queue as well: prompts that are not loaded (``will_compute``), as far as they are in no step yet
-(``computes``). Of many prompts that come at once some are loaded and some computed, so that both end at about the same
-time. Each prompt that is computed delays all others. Therefore a load may take a few times as long as computing its
-tokens (``MAX_BACKLOG_FACTOR``).
+(``computes``). Each prompt that is computed delays all others: those behind it, and those whose loads end meanwhile.
+Therefore a load may take a few times as long as computing its tokens (``MAX_BACKLOG_FACTOR``). Of many prompts that
+come at once all are loaded from a fast source; from a slow one some, and the others computed, so that both end at about
+the same time.
 
 What is not known is loaded: before the first prefills, and for steps far larger than any seen. The GPU is free for
 others meanwhile, and the engine learns both rates as it goes.
@@ -45,7 +46,7 @@ PROBE_EVERY = 16
 # Smaller prefills drown in a step's fixed cost: they are neither measured nor waited behind.
 MIN_PREFILL_TOKENS = 32
 
-# Among prompts that wait to be computed, a load may take this many times longer than computing its tokens.
+# Among prompts that wait to be computed or loaded, a load may take this many times longer than computing its tokens.
 MAX_BACKLOG_FACTOR = 8
 
 DEFAULT_BANDWIDTH = 10e9  # of a source without a prior: a PCIe 4 x8 link
@@ -173,8 +174,13 @@ class LoadPlanner:
             self._backlog = max(0.0, self._backlog - waiting[1]) if self._to_compute else 0.0
 
     def _seconds_with_backlog(self, seconds: float) -> float:
-        """Seconds after which tokens that take ``seconds`` would be computed, among what waits to be computed."""
-        return seconds + min(self._backlog, MAX_BACKLOG_FACTOR * seconds)
+        """Seconds after which tokens that take ``seconds`` would be computed, among what waits to be computed, and as
+        many for each load that ends meanwhile: its request waits for the step that computes them."""
+        backlog = self._backlog
+        for cost in self._costs.values():
+            if cost.queue.loads:
+                backlog += cost.queue.loads * seconds * min(1.0, seconds / cost.rate.seconds(cost.queue.nbytes, None))
+        return seconds + min(backlog, MAX_BACKLOG_FACTOR * seconds)
 
     def started(self, cost_key: str, nbytes: int) -> None:
         """A load begins. Each must end by ``ended`` with the same numbers, also if it failed."""
