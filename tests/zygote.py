@@ -267,10 +267,10 @@ def _inspect_models_in_process() -> None:
 
 def _override_kernels_once() -> None:
     """vLLM looks for the kernels that its CPU platform replaces in all modules: a fifth of a process's start."""
-    if platforms := sys.modules.get("vllm.platforms"):
-        platform = type(platforms.current_platform)
-        platform.register_triton_kernel_overrides()
-        platform.register_triton_kernel_overrides = staticmethod(lambda: None)
+    platform = getattr(sys.modules.get("vllm.platforms"), "current_platform", None)
+    if override := getattr(platform, "register_triton_kernel_overrides", None):  # older vLLM may have none
+        override()
+        type(platform).register_triton_kernel_overrides = staticmethod(lambda: None)
 
 
 def _clear_loggers_once() -> None:
