@@ -29,6 +29,7 @@ from vllm_kvtier.errors import ConfigError, KVTierError
 from vllm_kvtier.store import protocol as m
 from vllm_kvtier.store.index.presence_filter import COUNTERS, PresenceView
 from vllm_kvtier.store.memory.client_mapping import shake_hands
+from vllm_kvtier.store.memory.memory_limits import MemoryLimits
 from vllm_kvtier.store.memory.pool_memory import PoolMemory
 from vllm_kvtier.store.options import StoreOptions
 from vllm_kvtier.store.server import server as server_module
@@ -425,6 +426,22 @@ def test_store_path_of_regular_file_raises(tmp_path):
         with pytest.raises(KVTierError, match="not a socket"):
             StoreServer(str(path), StoreOptions(size="1MiB"))
     assert path.read_text() == "data"
+
+
+def test_operators_store_waits_for_memory_of_the_one_before(tmp_path, monkeypatch):
+    """Engines keep that for some seconds: a store that takes most of a machine failed at once when it was started
+    again, a few times a second, and service managers give up then."""
+    monkeypatch.setattr(server_module, "IN_USE_POLL_SECONDS", 0.01)
+    free, path = [1 << 20] * 3 + [1 << 23], str(tmp_path / "s.sock")
+    monkeypatch.setattr(server_module, "memory_limits", lambda: MemoryLimits(1 << 23, free.pop(0), "its memory"))
+    server = StoreServer(path, StoreOptions(size="4MiB"), launched=False)
+    server.start()
+    server.stop()
+    assert not free
+    free += [1 << 20] * 2
+    for size, launched in (("4MiB", True), ("8MiB", False)):  # engines say so at once; it never will
+        with pytest.raises(ConfigError, match="does not fit"):
+            StoreServer(path, StoreOptions(size=size), launched=launched)
 
 
 def test_store_failed_start_releases_lock(tmp_path):

@@ -9,7 +9,7 @@ them from the machine's memory before.
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -27,6 +27,10 @@ _FACTORS: dict[str, float] = {"": 1, "b": 1} | {
     for suffix, base in ((letter, 1024), (f"{letter}ib", 1024), (f"{letter}i", 1024), (f"{letter}b", 1000))
 }
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*|%)\s*")
+
+
+class MemoryInUse(ConfigError):
+    """A size that would fit if other processes gave memory back."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,7 @@ def pool_bytes(
 ) -> int:
     """Bytes of the pool, a multiple of PAGE. ``tiers``: bytes that the store's tiers take beside it, perhaps later, by
     what they are. ``huge_pages``: as in StoreOptions. Raises ConfigError if ``size`` is invalid, or all of it does not
-    fit."""
+    fit, and MemoryInUse if it does not fit now."""
     beside = sum(tiers.values())
     if size.strip().lower() == "auto":
         parsed: int | None = min(limits.limit // AUTO_OF_LIMIT, int((limits.fits - beside) * AUTO_OF_FREE))
@@ -91,9 +95,11 @@ def pool_bytes(
             f"a pool of {size} ({wanted} bytes{more}) is too small for the node store: at least {MIN_POOL} bytes are "
             "required"
         )
-    if limits.counted(wanted, huge_pages) + beside > limits.fits:
+    needed = limits.counted(wanted, huge_pages) + beside
+    if needed > limits.fits:
         fits = max(0, limits.fits - beside) // PAGE * PAGE
-        raise ConfigError(
+        in_use = needed <= replace(limits, free=limits.limit).fits
+        raise (MemoryInUse if in_use else ConfigError)(
             f"a pool of {size} ({format_bytes(wanted)}{more}) does not fit: {limits.source} is "
             f"{format_bytes(limits.limit)}, {format_bytes(limits.free)} of it are free now; at most "
             f"{format_bytes(fits)} ({fits} bytes) would fit"

@@ -28,7 +28,7 @@ from vllm_kvtier.store.index.index import Index, IndexLimits
 from vllm_kvtier.store.index.presence_filter import PresenceFilter
 from vllm_kvtier.store.index.removal_history import RemovalHistory
 from vllm_kvtier.store.index.types import BadRequest, Found
-from vllm_kvtier.store.memory.memory_limits import format_bytes, memory_limits, pool_bytes
+from vllm_kvtier.store.memory.memory_limits import MemoryInUse, format_bytes, memory_limits, pool_bytes
 from vllm_kvtier.store.memory.pool_memory import PoolMemory
 from vllm_kvtier.store.memory.slot_pool import SlotPool
 from vllm_kvtier.store.options import StoreOptions
@@ -47,6 +47,9 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
+# An operator's store waits so long for its memory: engines keep that of the one before for some seconds. What engines
+# launch does not: they try again, and log why it did not start.
+IN_USE_SECONDS, IN_USE_POLL_SECONDS = 60.0, 2.0
 HELLO_SECONDS = 10.0  # after which a connection without Hello is closed
 MAX_CLIENTS = 512
 TICK_SECONDS = 0.02, 5.0  # minimum and maximum between two checks of the index's deadlines
@@ -87,7 +90,7 @@ class StoreServer:
             self._lock = listen_socket.take(path)
             cleanup.callback(os.close, self._lock)
             self.memory = PoolMemory(
-                pool_bytes(options.size, memory_limits(), bytes_beside_pool(options), options.huge_pages),
+                _pool_bytes(options, 0.0 if launched else IN_USE_SECONDS),
                 huge_pages=options.huge_pages,
                 interleave=options.numa == "interleave",
             )
@@ -414,6 +417,20 @@ class StoreServer:
         self.memory.close()
         self._presence.close()
         os.close(self._lock)
+
+
+def _pool_bytes(options: StoreOptions, wait_seconds: float) -> int:
+    """Bytes of the pool. Blocks for ``wait_seconds`` until other processes have given back so many. Raises
+    ConfigError."""
+    until = time.monotonic() + wait_seconds
+    while True:
+        try:
+            return pool_bytes(options.size, memory_limits(), bytes_beside_pool(options), options.huge_pages)
+        except MemoryInUse as error:
+            if time.monotonic() >= until:
+                raise
+            logger.warning("kvtier: store: %s; waiting up to %g s for that", error, wait_seconds)
+        time.sleep(IN_USE_POLL_SECONDS)
 
 
 def _want(client: _Client, namespace_id: bytes, block_hashes: bytes, start: int, nodes: list[str]) -> Want:
