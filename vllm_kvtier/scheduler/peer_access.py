@@ -60,7 +60,7 @@ class PeerAccess:
             self.close(
                 f"{missing} of its {self._info.world_size} workers have not reported, and until then it neither stores "
                 "nor loads KV: all processes of an engine need the same XDG_RUNTIME_DIR, and an engine over several "
-                "nodes a cluster_key_file and an endpoint_host that the other nodes reach"
+                "nodes its first rank on this one, a cluster_key_file and an endpoint_host that the others reach"
             )
 
     def on_message(self, message: lm.LinkMessage) -> None:
