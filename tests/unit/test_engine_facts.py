@@ -92,6 +92,16 @@ def test_engine_info_with_elastic_expert_parallelism_is_unsupported(configure):
     assert "elastic-ep" in engine_info(config, cache(FULL)).unsupported
 
 
+@pytest.mark.parametrize(("ranks", "works"), [(1, True), (2, False)])
+def test_engine_info_with_a_scheduler_for_each_rank_is_unsupported(configure, ranks, works):
+    """They schedule alike only if nothing depends on when an answer arrives."""
+    config = configure()
+    config.parallel_config.distributed_executor_backend = "external_launcher"
+    config.parallel_config.world_size = ranks
+    unsupported = engine_info(config, cache(FULL)).unsupported
+    assert (unsupported is None) == works, unsupported
+
+
 def test_engine_info_without_prefix_caching_keeps_handoffs_only(configure):
     facts = engine_info(configure(caching=False), cache(FULL))
     assert facts.unsupported is None and not facts.prefix_caching

@@ -177,9 +177,13 @@ def _unsupported(vllm_config: Any, kv_cache_config: Any) -> str | None:
     # vLLM before 0.31 refuses this with any connector; later ones end when they lack a block's.
     if (extra := value(vllm_config, "VllmConfig.aux_output_config")) is not None and extra.enabled:
         return "routed experts are returned, which KV from elsewhere lacks: KV is neither pulled, stored nor loaded"
+    parallel = vllm_config.parallel_config
     # When ranks come or go, vLLM captures graphs, those of a new engine after its scheduler was made.
-    if vllm_config.parallel_config.enable_elastic_ep:
+    if parallel.enable_elastic_ep:
         return "graphs are captured while it serves (--enable-elastic-ep): KV is neither pulled, stored nor loaded"
+    # Each would hear of only its own rank, and of answers at another time: ranks must schedule alike.
+    if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
+        return "each rank has a scheduler (external_launcher): KV is neither pulled, stored nor loaded"
     ids = followed(kv_cache_config)
     if not ids:
         return "vLLM keeps no prefixes of this model's KV cache: KV is neither pulled, stored nor loaded"

@@ -118,7 +118,7 @@ ROWS: tuple[Row, ...] = (
             "vllm.config:KVTransferConfig": "engine_id kv_connector_extra_config kv_load_failure_policy kv_role "
             "kv_buffer_device",
             "vllm.config:ParallelConfig": "tensor_parallel_size pipeline_parallel_size data_parallel_size "
-            "data_parallel_index enable_elastic_ep",
+            "data_parallel_index distributed_executor_backend enable_elastic_ep world_size",
             "vllm.config:ModelConfig": "model revision seed dtype hf_config hf_config_path hf_text_config "
             "config_format max_model_len use_mla original_max_model_len served_model_name "
             "get_total_num_kv_heads runner_type is_prefix_caching_supported quantization quantization_config "
