@@ -325,10 +325,11 @@ async def test_passthrough_engine_error_tries_another_and_keeps_engine_available
         assert (await c.client.post("/v1/embeddings", json={})).json()["error"]["message"].endswith("says 500")
 
 
-async def test_passthrough_broken_stream_ends_with_error():
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
+async def test_passthrough_broken_stream_ends_with_error(path):
     async with Cluster(d=1) as c:
         c.d[0].gate = asyncio.Semaphore(2)
-        request = c.client.build_request("POST", "/v1/messages", json={"messages": "m", "stream": True})
+        request = c.client.build_request("POST", path, json={"messages": "m", "stream": True})
         reply = await c.client.send(request, stream=True)
         got = b""
         async for chunk in reply.aiter_raw():
@@ -336,6 +337,11 @@ async def test_passthrough_broken_stream_ends_with_error():
             if got.count(b"\n\n") == 2:
                 await c.d[0].kill()
         found = [part for part in got.split(b"\n\n") if part]
-        assert events(b"\n\n".join(found[2:]) + b"\n\n")[0]["error"]["code"] == 502
+        if path == "/v1/messages":  # Anthropic's clients look at the names of events
+            name, data = b"\n\n".join(found[2:]).splitlines()
+            error = json.loads(data.removeprefix(b"data: "))
+            assert name == b"event: error" and error["type"] == "error" and error["error"]["type"] == "api_error"
+        else:
+            assert events(b"\n\n".join(found[2:]) + b"\n\n")[0]["error"]["code"] == 502
         assert c.core.state()["counts"]["broken_streams"] == 1
         assert c.core.decode[0].outstanding == 0

@@ -137,3 +137,10 @@ def is_refused_at_end(answer: bytes) -> bool:
 def error_events(message: str, status: int) -> bytes:
     """The end of a stream that failed after its first bytes, in vLLM's form."""
     return sse.make_event(error_body(message, "upstream_error", status)) + sse.make_event(_DONE)
+
+
+def messages_error_event(message: str) -> bytes:
+    """The same for /v1/messages: Anthropic's clients leave out events without this name, and would take what they have
+    for the whole answer."""
+    error = {"type": "error", "error": {"type": "api_error", "message": message}}
+    return b"event: error\n" + sse.make_event(msgspec.json.encode(error))

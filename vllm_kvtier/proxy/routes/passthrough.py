@@ -259,5 +259,9 @@ class Passthrough(EngineRequest):
             logger.warning("kvtier: proxy: an answer ended early (%s); the client's answer is incomplete", failure)
             if not is_stream(reply):
                 raise AnswerBroken from failure
+            message = "The engine that generated this answer failed."
             # The client may have a part of an event; a blank line ends it.
-            yield b"\n\n" + response_rewriter.error_events("The engine that generated this answer failed.", 502)
+            if self._incoming.path == "/v1/messages":
+                yield b"\n\n" + response_rewriter.messages_error_event(message)
+            else:
+                yield b"\n\n" + response_rewriter.error_events(message, 502)
