@@ -33,6 +33,7 @@ from vllm_kvtier.vllm_compat.hooks import local_hits
 from vllm_kvtier.vllm_compat.hooks.block_pool import BlockPool
 from vllm_kvtier.vllm_compat.hooks.interpreter import SwitchInterval
 from vllm_kvtier.vllm_compat.hooks.step_pause import end_pause
+from vllm_kvtier.vllm_compat.layout.context_parallel import context_shard
 from vllm_kvtier.vllm_compat.layout.kv_layout import cache_view
 from vllm_kvtier.vllm_compat.probe import features
 from vllm_kvtier.vllm_compat.stats import KVTierPromMetrics, KVTierStats, build
@@ -77,7 +78,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         for option in ("codec", "wire_codec"):
             choice.check(option, getattr(self._options, option))
         SwitchInterval.lower(self._options.switch_interval_ms / 1e3)
-        self._info = engine_info(vllm_config, kv_cache_config)
+        self._info = engine_info(vllm_config, kv_cache_config, self._options.context_parallel)
         idle = self._options.without_effect()
         if not self._info.prefix_caching:
             self._options = self._options.without_prefixes()
@@ -237,6 +238,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         if link is None or self._info.unsupported:
             return
         rank, device = rank_in_engine(), cache_device(kv_caches)
+        shard = context_shard(config.parallel_config)
         self._drafts = self._info.speculates and in_last_stage()
         self._worker = KVTierConnectorWorker(
             rank,
@@ -249,9 +251,9 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         if sleep.possible(config):
             sleep.follow(config, self)
         setup = CacheSetup(
-            lambda: cache_view(kv_caches, cache_config, config, device),
+            lambda: cache_view(kv_caches, cache_config, config, device, shard),
             self._share,
-            lambda view: shards(config, [group.kind for group in view.groups], rank),
+            lambda view: shards(config, [group.kind for group in view.groups], rank, shard),
             lambda view: heads(config, view.groups, rank),
             shares=self._options.peer_fetch == "auto",
         )

@@ -80,3 +80,13 @@ def test_row_with_shift_that_no_part_has_is_bad(shifts):
     groups[0].shifts = shifts(groups[0].shifts)
     [result] = mapped(case, 0, with_agents(case.source), groups)
     assert result.bad_blocks == set(case.local[0]) and result.checksum_mismatch
+
+
+def test_staged_row_with_shift_that_no_part_has_fails():
+    case = next(c for c in map(BlockSizeCase, range(100)) if c.ratio > 1 and len(c.model) == 1)
+    groups = case.pulls([0])
+    groups[0].shifts[0] = 1000
+    pulls, _ = pulls_of(case.ours[0], 0, with_agents(case.source))
+    result = pulls.start(PullJob("r", "s/1", groups, 20.0, staged=True))
+    assert result.failed and result.bad_blocks == set(case.local[0]) and "1000" in result.reason
+    assert not pulls.active

@@ -1,6 +1,7 @@
 """What an engine can and must not do, read from vLLM's own configurations."""
 
 import logging
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +9,8 @@ import torch
 from cache_groups import cache_groups
 from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, PoolerConfig, SchedulerConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import init_none_hash
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -273,3 +276,43 @@ def test_connector_setting_failure_policy_is_logged(configure, caplog, monkeypat
     assert config.kv_transfer_config.kv_load_failure_policy == ours
     lines = [record.getMessage() for record in caplog.records if "kv_load_failure_policy" in record.getMessage()]
     assert len(lines) == said and all("kv_connector_extra_config" in line for line in lines)
+
+
+@pytest.mark.parametrize("sizes", [{"decode_context_parallel_size": 2}, {"prefill_context_parallel_size": 2}])
+def test_engine_with_context_parallelism_does_nothing_unless_the_option_says_so(configure, sizes):
+    config = configure()
+    for name, value in sizes.items():
+        setattr(config.parallel_config, name, value)
+    assert "has never run on GPUs" in engine_info(config, cache(MLA)).unsupported
+    facts = engine_info(config, cache(MLA), "unverified")
+    dcp = sizes.get("decode_context_parallel_size", 1)
+    assert not facts.unsupported and facts.groups[0].block_tokens == BLOCK * dcp
+    assert facts.world_size == sizes.get("prefill_context_parallel_size", 1)
+    whole, window = replace(FULL, dcp_sharded=False), SlidingWindowSpec(**SHAPE, sliding_window=80)
+    for spec in (whole, window, replace(MLA, tokens_per_state=4)):
+        unsupported = engine_info(config, cache(FULL, spec), "unverified").unsupported or ""
+        assert ("decode context parallelism does not work with" in unsupported) == (dcp > 1)
+        assert dcp > 1 or not unsupported
+
+
+def test_context_parallelism_needs_vllm_0_32(configure, monkeypatch):
+    """Before it, PCP made blocks larger too."""
+    config = configure()
+    config.parallel_config.decode_context_parallel_size = 2
+    monkeypatch.setattr(features, "release", lambda: (0, 31, 0))
+    monkeypatch.setattr(features, "_results", {})
+    unsupported = engine_info(config, cache(MLA), "unverified").unsupported
+    assert "virtual blocks: it needs vLLM 0.32.0 or later" in unsupported
+
+
+def test_namespaces_of_other_context_parallelism_differ_and_their_contents_do_not(configure):
+    init_none_hash(sha256)
+    found = []
+    for dcp, pcp, interleave in ((1, 1, 1), (2, 1, 1), (4, 1, 1), (2, 1, 32), (1, 2, 1)):
+        config = configure()
+        parallel = config.parallel_config
+        parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size = dcp, pcp
+        parallel.cp_kv_cache_interleave_size = interleave
+        found.append(engine_info(config, cache(MLA), "unverified").namespace(BLOCK, "model"))
+    assert len(set(found)) == len(found) and len({each.content() for each in found}) == 1
+    assert not any(each.mismatch(other) for each in found for other in found)

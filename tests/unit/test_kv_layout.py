@@ -21,6 +21,7 @@ from cache_shapes import (
 )
 
 from vllm_kvtier.errors import UnsupportedLayout
+from vllm_kvtier.vllm_compat.layout.context_parallel import ContextShard
 from vllm_kvtier.vllm_compat.layout.kv_layout import cache_view
 from vllm_kvtier.wire.geometry import geometry_mismatch
 from vllm_kvtier.worker.cache_view import CacheView
@@ -314,7 +315,6 @@ def test_kv_layout_unsupported_raises_with_cause():
         ({"a": [cache, cache]}, config, flash, "several cache tensors"),
         ({}, config, flash, "registered no KV cache for layer a"),
         ({"a": cache, "x": cache.clone()}, config, flash, "layer x has a KV cache that belongs to no"),
-        ({"a": cache}, config, config_of("FLASH_ATTN", "a", dcp=2), "decode context parallelism"),
         ({"a": cache}, old_config(4, group("a", full())), flash, "does not hold 4 blocks"),
         ({"a": cache[..., 0]}, config, flash, "last dimension"),
         ({"a": cache.flatten()}, config, flash, "1 dimensions"),
@@ -366,3 +366,26 @@ def test_kv_layout_tells_fp8_of_mi300_from_others(monkeypatch, quantized, differ
         caches = {"a": torch.zeros(3, 2, 16, 2, 8, dtype=dtype)}
         found.add(cache_view(caches, config, vllm_config, "cpu").groups[0].regions[0].dtype)
     assert (len(found) == 2) == differs
+
+
+@pytest.mark.parametrize("shape, run, words", [
+    ((3, 2, 16, 2, 8), 12, "runs of 12 tokens do not divide"),  # nor do tokens of two heads follow one another
+    ((3, 2, 16, 2, 8), 4, "the tokens of a run of 4 are not contiguous"),
+])  # fmt: skip
+def test_kv_layout_of_runs_that_cannot_be_described_raises(shape, run, words):
+    config, shard = old_config(3, group("a", full())), ContextShard(2, 1, run)
+    with pytest.raises(UnsupportedLayout, match=words):
+        cache_view(
+            {"a": torch.zeros(shape, dtype=torch.bfloat16)}, config, config_of("FLASH_ATTN", "a"), "cpu", shard
+        )
+
+
+def test_kv_layout_of_a_shard_of_opaque_pages():
+    """Of a page that is one cell: the tokens that it has are known, their order in it is not."""
+    cache = torch.zeros(3, 16, 8, dtype=torch.bfloat16)
+    config = old_config(3, group("a", MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=cache.dtype)))
+    for run, begins, tokens, packing in ((16, 16, 16, ""), (2, 2, 32, ", runs of 2 over 2 ranks")):
+        view = cache_view({"a": cache}, config, config_of("OTHER", "a"), "cpu", ContextShard(2, 1, run))
+        [region] = view.groups[0].regions
+        assert (view.groups[0].block_tokens, region.first_token, region.cell_tokens) == (32, begins, tokens)
+        assert region.packing.startswith("opaque-OTHER") and region.packing.endswith(packing)

@@ -251,6 +251,7 @@ BEHAVIOUR = [
     ("KV events", events_of_another_form),
     ("hashes of a plain prompt", other_hashes),
     ("adapters in block hashes", names_of_requests),
+    ("virtual blocks", lambda vllm: vllm.put(f"{HASHES}:resolve_kv_cache_block_sizes", lambda *of: (24, 24))),
     ("Triton's compiled kernels", lambda vllm: vllm.remove("triton.compiler:CompiledKernel._init_handles")),
 ]
 

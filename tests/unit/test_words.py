@@ -16,7 +16,7 @@ BANNED = set("""
 
 # Names of other things (sockets, certificates, numbers), and public names that have aliases to come.
 MAY_STAY = set("""
-    LINGER _scales linger load_cert_chain scales
+    LINGER _scales linger load_cert_chain prefix_match_unit scales
 """.split())  # fmt: skip
 
 

@@ -4,9 +4,12 @@ import itertools
 from types import SimpleNamespace
 
 import pytest
+import torch
+from vllm.distributed import parallel_state
 
 from vllm_kvtier.cache_kinds import Split
-from vllm_kvtier.vllm_compat.worker_info import heads, shards
+from vllm_kvtier.vllm_compat.layout.context_parallel import ContextShard, context_shard
+from vllm_kvtier.vllm_compat.worker_info import heads, rank_in_engine, shards
 from vllm_kvtier.wire.messages import HeadRange
 
 MODELS = {
@@ -24,7 +27,7 @@ MODELS = {
 }
 
 
-def config_of(name, size, draft=None):
+def config_of(name, size, draft=None, pcp=1):
     total, text, _ = MODELS[name]
 
     def model(text):
@@ -33,7 +36,8 @@ def config_of(name, size, draft=None):
         )
 
     return SimpleNamespace(
-        parallel_config=SimpleNamespace(tensor_parallel_size=size), model_config=model(text),
+        parallel_config=SimpleNamespace(tensor_parallel_size=size, prefill_context_parallel_size=pcp),
+        model_config=model(text),
         speculative_config=SimpleNamespace(draft_model_config=model(draft)) if draft else None,
     )  # fmt: skip
 
@@ -82,3 +86,34 @@ def test_heads_that_ranks_name_are_those_that_they_hold(name):
                 if named.of:
                     said.setdefault((named, len(held_here)), []).append(held_here)
         assert all(each == ranges[0] for ranges in said.values() for each in ranges)
+
+
+@pytest.mark.parametrize("stages, pcp, tp, dcp", [(1, 1, 4, 2), (2, 1, 8, 4), (2, 2, 2, 1), (1, 2, 1, 2), (2, 2, 2, 4)])
+def test_ranks_of_context_parallelism_are_vllms_and_share_a_part_if_they_hold_the_same(
+    monkeypatch, stages, pcp, tp, dcp
+):
+    """vLLM's ``initialize_model_parallel``: ranks in the order of stage, PCP, TP; DCP spans PCP first, then TP."""
+    order = torch.arange(stages * pcp * tp).reshape(stages, pcp, tp)
+    rows = {
+        "tp": order.reshape(-1, tp), "pp": order.permute(1, 2, 0).reshape(-1, stages),
+        "pcp": order.transpose(1, 2).reshape(-1, pcp), "dcp": order.transpose(1, 2).reshape(-1, dcp),
+    }  # fmt: skip
+    config, held_by, parts = config_of("alike", tp, pcp=pcp), {}, {}
+    config.parallel_config.decode_context_parallel_size = dcp
+    config.parallel_config.cp_kv_cache_interleave_size = 16
+    for rank in range(order.numel()):
+        for name, groups in rows.items():
+            at = (groups == rank).nonzero()[0, 1].item()
+            group = SimpleNamespace(world_size=groups.shape[1], rank_in_group=at)
+            monkeypatch.setattr(parallel_state, f"get_{name}_group", lambda group=group: group)
+        assert rank_in_engine() == rank
+        shard = context_shard(config.parallel_config)
+        tokens = (rows["dcp"] == rank).nonzero()[0, 1].item()
+        assert shard == (ContextShard(dcp, tokens, 16) if dcp > 1 else ContextShard())
+        parts[rank] = shards(config, ["full", "mla"], rank, shard)
+        stage, position = rank // (pcp * tp), rank % tp
+        held_by[rank] = (stage, tuple(held(position, tp, 2)), tokens), (stage, tokens)
+    for one, other in itertools.combinations(parts, 2):
+        for kind in range(2):
+            same = held_by[one][kind] == held_by[other][kind]
+            assert same == (parts[one][kind] == parts[other][kind]), (one, other)

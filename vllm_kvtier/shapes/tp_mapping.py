@@ -5,6 +5,9 @@ Engines divide KV heads over tensor-parallel ranks and layers over pipeline stag
 than heads, and have page layouts of their own: a reader matches by layer names and head numbers alone. It reads whole
 blocks of each rank, because a checksum covers all that the rank holds of a block.
 
+Under decode context parallelism a rank holds some tokens of each block only (``Region.first_token``), and ranks that
+hold others of them are read for others.
+
 Block sizes may differ, if one is a multiple of the other. A block of ours then holds several of the source, or one of
 the source covers several of ours. ``shift``: the first token of our block minus that of the source's block; there is a
 ``SourceGroup`` for each possible one. It says which tokens of a source's block go where in ours.
@@ -200,7 +203,10 @@ def _group_parts(
             for region in mine.regions
             if shift + region.first_token < size and shift + region.first_token + region.block_tokens > 0
         ]
-        for info, theirs_, range_ in others:
+        if not wanted:  # another rank of ours, of context parallelism, has these tokens: read for the checksum only
+            info, theirs_, _ = others[0]
+            yield info, SourceGroup(mine.group, tuple(SourceRegion(r, None) for r in theirs_.regions), False, shift)
+        for info, theirs_, range_ in others if wanted else ():
             regions = [
                 _take_heads(region, range_, our_heads, wanted, shift, mine, theirs_) for region in theirs_.regions
             ]

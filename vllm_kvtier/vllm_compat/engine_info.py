@@ -10,8 +10,8 @@ from vllm_kvtier.cache_kinds import CacheGroup
 from vllm_kvtier.errors import UnsupportedLayout
 from vllm_kvtier.vllm_compat import kv_events, sleep
 from vllm_kvtier.vllm_compat import namespace as ns
+from vllm_kvtier.vllm_compat.layout.context_parallel import refuse_context
 from vllm_kvtier.vllm_compat.layout.groups import cache_group, followed, left_behind
-from vllm_kvtier.vllm_compat.layout.kv_layout import refuse_parallelism
 from vllm_kvtier.vllm_compat.probe import trials
 from vllm_kvtier.vllm_compat.probe.features import granted, refused, value
 from vllm_kvtier.vllm_compat.probe.row import Feature
@@ -97,12 +97,13 @@ class EngineInfo:
         return ns.hash_function(self.config)
 
 
-def engine_info(vllm_config: Any, kv_cache_config: Any) -> EngineInfo:
+def engine_info(vllm_config: Any, kv_cache_config: Any, context_parallel: str = "off") -> EngineInfo:
+    """``context_parallel``: the option."""
     parallel, on_cpu = vllm_config.parallel_config, str(vllm_config.device_config.device_type) == "cpu"
     theirs = kv_cache_config.kv_cache_groups
     ids = followed(kv_cache_config)
-    unsupported = _unsupported(vllm_config, kv_cache_config)
-    groups = [] if unsupported else [cache_group(theirs[g]) for g in ids]
+    unsupported = _unsupported(vllm_config, kv_cache_config, context_parallel)
+    groups = [] if unsupported else [cache_group(theirs[g], parallel.decode_context_parallel_size) for g in ids]
     return EngineInfo(
         engine_id=_short(vllm_config.kv_transfer_config.engine_id),
         instance_id=vllm_config.instance_id,
@@ -111,7 +112,9 @@ def engine_info(vllm_config: Any, kv_cache_config: Any) -> EngineInfo:
         group_ids=None if len(ids) == len(theirs) else ids,
         num_groups=len(theirs),
         left_behind=left_behind(kv_cache_config),
-        world_size=parallel.tensor_parallel_size * parallel.pipeline_parallel_size,
+        world_size=parallel.tensor_parallel_size
+        * parallel.pipeline_parallel_size
+        * parallel.prefill_context_parallel_size,
         tensor_parallel=parallel.tensor_parallel_size,
         # vLLM sets ``data_parallel_rank`` to 0 in each rank of a dense model.
         data_parallel_rank=parallel.data_parallel_index,
@@ -169,7 +172,7 @@ def _supports_sync_load(vllm_config: Any, groups: list[CacheGroup]) -> bool:
     return single and not together and _supports_partial_prefix(vllm_config) and granted(Feature.SYNC_LOADS)
 
 
-def _unsupported(vllm_config: Any, kv_cache_config: Any) -> str | None:
+def _unsupported(vllm_config: Any, kv_cache_config: Any, context_parallel: str) -> str | None:
     if sleep.possible(vllm_config) and (reason := sleep.unsupported_reason(vllm_config)):
         return reason
     if not kv_cache_config.kv_cache_groups:
@@ -188,8 +191,9 @@ def _unsupported(vllm_config: Any, kv_cache_config: Any) -> str | None:
     if not ids:
         return "vLLM keeps no prefixes of this model's KV cache: KV is neither pulled, stored nor loaded"
     try:
-        refuse_parallelism(vllm_config)
-        groups = [cache_group(kv_cache_config.kv_cache_groups[g]) for g in ids]
+        theirs = [kv_cache_config.kv_cache_groups[g] for g in ids]
+        refuse_context(vllm_config.parallel_config, theirs, context_parallel)
+        groups = [cache_group(group) for group in theirs]
     except UnsupportedLayout as error:
         return f"{error}: KV is neither pulled, stored nor loaded"
     if not all(group.kind.by_position for group in groups) and not granted(Feature.STATES):

@@ -24,6 +24,7 @@ from vllm_kvtier.fingerprint import (
     weight_files,
 )
 from vllm_kvtier.logs import get_logger
+from vllm_kvtier.vllm_compat.layout.context_parallel import describe_context
 from vllm_kvtier.vllm_compat.options import changed, engine_options, format_options
 from vllm_kvtier.vllm_compat.probe.features import granted, value
 from vllm_kvtier.vllm_compat.probe.row import Feature
@@ -75,6 +76,7 @@ def namespace(vllm_config: Any, hash_block_size: int, fingerprint: str) -> Names
         hash_block_size=hash_block_size,
         tensor_parallel=parallel.tensor_parallel_size,
         pipeline_parallel=parallel.pipeline_parallel_size,
+        context_parallel=describe_context(parallel),
         adapters=adapters(vllm_config),
         options=engine_options(vllm_config),
     )
@@ -124,6 +126,7 @@ def namespace_parts(vllm_config: Any, namespace: Namespace, fingerprint: str | N
         ("hash seed", f"{namespace.hash_seed}, {_describe_seed(namespace.hash_algorithm)}"),
         ("tensor parallel size", str(namespace.tensor_parallel)),
         ("pipeline parallel size", str(namespace.pipeline_parallel)),
+        ("context parallelism", namespace.context_parallel or "none"),
     ]
     return [(name, words[:512]) for name, words in parts]
 

@@ -8,16 +8,17 @@ from typing import Any
 import torch
 
 from vllm_kvtier.cache_kinds import KINDS, Split
+from vllm_kvtier.vllm_compat.layout.context_parallel import WHOLE, ContextShard
 from vllm_kvtier.wire.geometry import GroupView
 from vllm_kvtier.wire.messages import HeadRange
 
 
 def rank_in_engine() -> int:
-    """Rank within one data-parallel replica: pipeline stage times tensor-parallel size plus tensor-parallel rank."""
-    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+    """Rank within one data-parallel replica, in vLLM's order: pipeline stage, prefill context, tensor parallelism."""
+    from vllm.distributed.parallel_state import get_pcp_group, get_pp_group, get_tp_group
 
-    tp = get_tp_group()
-    return get_pp_group().rank_in_group * tp.world_size + tp.rank_in_group
+    tp, pcp = get_tp_group(), get_pcp_group()
+    return (get_pp_group().rank_in_group * pcp.world_size + pcp.rank_in_group) * tp.world_size + tp.rank_in_group
 
 
 def spans_nodes(vllm_config: Any) -> bool:
@@ -28,10 +29,10 @@ def spans_nodes(vllm_config: Any) -> bool:
 
 def from_first_rank(texts: tuple[str, ...]) -> tuple[str, ...]:
     """The first rank's ``texts``, on all ranks of this replica, which must all call it."""
-    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+    from vllm.distributed.parallel_state import get_pcp_group, get_pp_group, get_tp_group
 
     box = [texts]
-    for group in (get_tp_group(), get_pp_group()):  # within its stage, then from the first stage to the others
+    for group in (get_tp_group(), get_pcp_group(), get_pp_group()):  # in its stage, then from the first to the others
         torch.distributed.broadcast_object_list(box, src=group.first_rank, group=group.cpu_group)
     return box[0]
 
@@ -79,19 +80,21 @@ def _named_kv_heads(config: object, query_heads: int | None) -> Iterator[int]:
                     yield count
 
 
-def shards(vllm_config: Any, kinds: list[str], rank: int) -> tuple[int, ...]:
+def shards(vllm_config: Any, kinds: list[str], rank: int, shard: ContextShard = WHOLE) -> tuple[int, ...]:
     """By group (the name of its kind), the part of a block that this rank holds; ranks with equal parts hold equal
     bytes.
 
     Tensor parallelism divides KV heads over ranks and repeats them if there are more ranks than heads; every rank has
-    MLA's latent. Each pipeline stage has layers of its own.
+    MLA's latent. Each pipeline stage has layers of its own. Decode context parallelism (``shard``) divides tokens,
+    prefill context parallelism nothing.
     """
-    size = vllm_config.parallel_config.tensor_parallel_size
-    stage, position = divmod(rank, size)
+    parallel = vllm_config.parallel_config
+    size = parallel.tensor_parallel_size
+    stage, position = rank // (size * parallel.prefill_context_parallel_size), rank % size
     heads = _total_kv_heads(vllm_config)
     copies = size // heads if size > heads and size % heads == 0 else 1
     part = {Split.HEADS: position // copies, Split.COPIES: 0, Split.RANKS: position}
-    return tuple(stage * size + part[KINDS[kind].split] for kind in kinds)
+    return tuple((stage * size + part[KINDS[kind].split]) * shard.size + shard.rank for kind in kinds)
 
 
 def heads(vllm_config: Any, groups: Sequence[GroupView], rank: int) -> tuple[HeadRange, ...]:

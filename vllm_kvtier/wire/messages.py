@@ -40,12 +40,13 @@ class Namespace(msgspec.Struct, frozen=True):
     codecs: Name = ""  # lossy codecs that this engine's KV may have passed, as text; "": none
     adapters: Name = ""  # options for LoRA adapters that differ from vLLM's defaults and the adapters' files
     options: Name = ""  # engine options that change KV and differ from vLLM's defaults
+    context_parallel: Name = ""  # its sizes, and how tokens are divided over ranks; "": none
 
     def mismatch(self, other: "Namespace") -> str | None:
         """One sentence naming the first difference (``self`` is here, ``other`` there), or None.
 
-        Leaves out how heads and layers are distributed over ranks, and the block size: readers that need equal ones
-        compare them.
+        Leaves out how heads, layers and tokens are distributed over ranks, and the block size: readers that need equal
+        ones compare them.
         """
         texts = {
             "model": "the model's configuration or weights",
@@ -64,7 +65,7 @@ class Namespace(msgspec.Struct, frozen=True):
 
     def content(self) -> "Namespace":
         """This namespace without the distribution over ranks, so that equal content has equal keys."""
-        return msgspec.structs.replace(self, tensor_parallel=0, pipeline_parallel=0)
+        return msgspec.structs.replace(self, tensor_parallel=0, pipeline_parallel=0, context_parallel="")
 
 
 class HeadRange(msgspec.Struct, frozen=True):

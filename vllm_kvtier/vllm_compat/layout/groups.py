@@ -48,9 +48,11 @@ def layer_spec(group: Any, layer: str) -> Any:
     return spec.kv_cache_specs[layer] if hasattr(spec, "kv_cache_specs") else spec
 
 
-def cache_group(group: Any) -> CacheGroup:
-    """Raises UnsupportedLayout for a group that no kind describes, or layers of several kinds."""
-    return CacheGroup(group.kv_cache_spec.block_size, common_kind({cache_kind(spec) for spec in layer_specs(group)}))
+def cache_group(group: Any, ranks: int = 1) -> CacheGroup:
+    """``ranks``: over which decode context parallelism divides a block. Raises UnsupportedLayout for a group that no
+    kind describes, or layers of several kinds."""
+    tokens = group.kv_cache_spec.block_size * ranks
+    return CacheGroup(tokens, common_kind({cache_kind(spec) for spec in layer_specs(group)}))
 
 
 def cache_kind(spec: Any) -> CacheKind:

@@ -20,6 +20,7 @@ import torch
 
 from vllm_kvtier.cache_kinds import CacheKind
 from vllm_kvtier.errors import UnsupportedLayout
+from vllm_kvtier.vllm_compat.layout.context_parallel import WHOLE, ContextShard, shard_region
 from vllm_kvtier.vllm_compat.layout.cpu_page_layout import cpu_page_layout, packing_of, token_layout
 from vllm_kvtier.vllm_compat.layout.groups import cache_kind, common_kind, followed, layer_spec
 from vllm_kvtier.vllm_compat.layout.kv_fields import ATTENTION, MLA, token_fields
@@ -68,17 +69,18 @@ def cache_view(
     kv_cache_config: Any,
     vllm_config: Any,
     device: torch.device | str,
+    shard: ContextShard = WHOLE,
 ) -> CacheView:
     """Describes every page of the engine's KV cache.
 
     ``kv_caches``: layer name -> tensor as handed to ``register_kv_caches``; ``kv_cache_config``: the
-    connector's KVCacheConfig; ``vllm_config``: the VllmConfig, asked for each layer's attention backend.
+    connector's KVCacheConfig; ``vllm_config``: the VllmConfig, asked for each layer's attention backend;
+    ``shard``: this worker's, of virtual blocks.
     Groups are numbered as in ``layout.groups``; the caches of those that it leaves out are not described. Layers that
     share another layer's cache are counted once.
 
     Raises UnsupportedLayout for caches that cannot be copied page by page between engines.
     """
-    refuse_parallelism(vllm_config)
     old = any(hasattr(t, "shared_by") for t in kv_cache_config.kv_cache_tensors)
     groups, storages, known = [], [], set()
     cpu_page_layouts: dict[CpuPageKey, torch.Tensor] = {}
@@ -110,11 +112,12 @@ def cache_view(
             if is_state(spec):
                 regions.append(state_region(name, tensor, spec, num_blocks))
             else:
-                regions += _regions(name, tensor, spec, num_blocks, old, vllm_config, cpu_page_layouts)
+                found = _regions(name, tensor, spec, num_blocks, old, vllm_config, cpu_page_layouts)
+                regions += [shard_region(region, shard) for region in found]
         if not regions:
             raise UnsupportedLayout(f"KV cache group {number} has no layer on this worker")
         kind = common_kind(kinds)
-        block_tokens = group.kv_cache_spec.block_size
+        block_tokens = group.kv_cache_spec.block_size * shard.size
         groups.append(GroupView(number, block_tokens, kind.name, kind.window, tuple(regions)))
     for name, tensor in kv_caches.items():
         if name in others:
@@ -123,16 +126,6 @@ def cache_view(
         if any((t.data_ptr(), tuple(t.shape), t.stride()) not in known for t in tensors):
             raise UnsupportedLayout(f"layer {name} has a KV cache that belongs to no KV cache group")
     return CacheView(groups, kv_cache_config.num_blocks, device, storages, cpu_page_layouts, token_layout)
-
-
-def refuse_parallelism(vllm_config: Any) -> None:
-    """Raises UnsupportedLayout if a block's tokens are spread over ranks."""
-    parallel = vllm_config.parallel_config
-    for field, words in (("decode_context_parallel_size", "decode"), ("prefill_context_parallel_size", "prefill")):
-        if getattr(parallel, field) > 1:
-            raise UnsupportedLayout(
-                f"{words} context parallelism interleaves a block's tokens over ranks, which is not supported"
-            )
 
 
 def _kind(spec: Any, group: Any, layer: str) -> CacheKind:

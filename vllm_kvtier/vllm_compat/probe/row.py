@@ -29,6 +29,7 @@ class Feature(enum.Enum):
     CODECS = "codecs"
     CPU_CACHE = "KV caches of CPUs"
     CPU_CODECS = "codecs on CPUs"
+    CONTEXT_PARALLEL = "context parallelism"
     LAUNCHER = "launches of compiled kernels without Triton's launcher"
 
 

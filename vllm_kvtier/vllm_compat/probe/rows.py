@@ -165,7 +165,10 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "context parallelism", Feature.ALL, "it is configured, and spreads a block over ranks", Side.BOTH,
-        fields={"vllm.config:ParallelConfig": "decode_context_parallel_size prefill_context_parallel_size"},
+        fields={
+            "vllm.config:ParallelConfig": "decode_context_parallel_size prefill_context_parallel_size "
+            "cp_kv_cache_interleave_size"
+        },
     ),
     Row(
         "scales of a quantized cache", Feature.ALL, "whether each engine makes its own", Side.BOTH,
@@ -206,7 +209,7 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "ranks", Feature.ALL, "a worker's place among tensor-parallel ranks and pipeline stages", Side.WORKER,
-        calls=((f"{_RANKS}:get_tp_group", 0, ()), (f"{_RANKS}:get_pp_group", 0, ())),
+        calls=tuple((f"{_RANKS}:get_{name}_group", 0, ()) for name in ("tp", "pp", "pcp")),
         sets={f"{_RANKS}:GroupCoordinator": "rank_in_group world_size cpu_group"},
         names=(f"{_RANKS}:GroupCoordinator.first_rank",),
         fields={"vllm.config:ParallelConfig": "nnodes use_ray"},
@@ -379,6 +382,12 @@ ROWS: tuple[Row, ...] = (
         calls=(
             ("vllm._custom_ops:cpu_attn_reshape_and_cache", 6, ("k_scale", "v_scale", "kv_cache_dtype")),
         ),
+    ),
+    Row(
+        "virtual blocks", Feature.CONTEXT_PARALLEL, "how many tokens one has, and which part of it a rank",
+        Side.BOTH, works_since=(0, 32, 0), trial=trials.virtual_blocks,
+        tried=(f"{_HASHES}:resolve_kv_cache_block_sizes",), fields={f"{_CACHE}:AttentionSpec": "dcp_sharded"},
+        calls=((f"{_RANKS}:get_dcp_group", 0, ()),),
     ),
     Row(
         "Triton's compiled kernels", Feature.LAUNCHER, "function, shared memory and arguments of a compiled kernel",

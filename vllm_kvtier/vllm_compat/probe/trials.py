@@ -301,6 +301,19 @@ def _none_hash() -> Iterator[None]:
         del hashes.NONE_HASH
 
 
+def virtual_blocks() -> None:
+    spec = SimpleNamespace(block_size=_HASH_BLOCK_SIZE, dcp_sharded=True)
+    config = SimpleNamespace(
+        cache_config=SimpleNamespace(block_size=_HASH_BLOCK_SIZE, prefix_match_unit=None, enable_prefix_caching=True),
+        parallel_config=SimpleNamespace(decode_context_parallel_size=2, prefill_context_parallel_size=3),
+        kv_transfer_config=None,
+    )
+    groups = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
+    found = find(f"{_HASHES}:resolve_kv_cache_block_sizes")(groups, config)
+    if found != (2 * _HASH_BLOCK_SIZE, 2 * _HASH_BLOCK_SIZE):
+        raise Unmet(f"with 2 DCP and 3 PCP ranks a block of {_HASH_BLOCK_SIZE} tokens becomes one of {found}")
+
+
 def _request(salt: str | None = None, lora: Any = None, params: dict[str, Any] | None = None) -> Any:
     sampling = find("vllm.sampling_params:SamplingParams")(
         max_tokens=1, extra_args={"kv_transfer_params": params} if params else None

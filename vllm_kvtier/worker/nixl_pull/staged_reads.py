@@ -48,6 +48,7 @@ class _Part:
 
     info: RankInfo
     group: int
+    shifts: list[int]  # that it is read for
     slots: int  # blocks of a chunk
     rows: list[PageRows]
     local: list[Any]
@@ -126,7 +127,7 @@ class StagedReads:
         info, theirs, memory = part.source, _laid_out(part, group), self._memory
         self.transport.add_peer(info.agent_metadata, info.agent)
         slots = _slots(theirs, ring.chunk_bytes, info.num_blocks)
-        made = _Part(info, group.group, slots, [], [], [])
+        made = _Part(info, group.group, [each.shift for each in groups], slots, [], [], [])
         there = Side([theirs], info.num_blocks, info.checksum_table_addr, info.device)
         for number, base in enumerate(ring.chunks):
             here = _place(theirs, base + align(8 * slots, _ALIGN), slots)
@@ -146,7 +147,12 @@ class StagedRead:
     def __init__(self, reads: StagedReads, job: PullJob, ranks: Sequence[RankInfo]):
         self._reads, self._job, self._ranks = reads, job, ranks
         self.bytes = 0
-        self._rounds = deque(_rounds(job, reads.parts(job.instance, ranks)))
+        parts = reads.parts(job.instance, ranks)
+        for g in job.groups:
+            known = [shift for part in parts if part.group == g.group for shift in part.shifts]
+            if g.shifts is not None and not np.isin(g.shifts, known).all():
+                raise KVTierError(f"blocks begin {set(g.shifts.tolist())} tokens after the source's, not in {known}")
+        self._rounds = deque(_rounds(job, parts))
         if not self._rounds:
             raise KVTierError("the job has no blocks")
         self._chunk: int | None = None
@@ -259,7 +265,8 @@ def _rounds(job: PullJob, parts: Sequence[_Part]) -> Iterator[tuple[int, np.ndar
     for number, part in enumerate(parts):
         for g in job.groups:
             if g.group == part.group:
-                yield from ((number, *each) for each in g.rounds(part.slots))
+                own = g if g.shifts is None else g.rows(np.isin(g.shifts, part.shifts))
+                yield from ((number, *each) for each in own.rounds(part.slots))
 
 
 def _laid_out(part: SourceRank, group: SourceGroup) -> GroupView:

@@ -10,7 +10,7 @@ of numpy on large arrays, which release the interpreter and use only the caller'
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
@@ -99,7 +99,7 @@ class HostCopy(Copy):
     def __init__(self, copier: HostPeerCopier, jobs: "list[tuple[CopyJob, list[_Reader]]]"):
         super().__init__(len(jobs))
         self._copier, self._jobs = copier, jobs
-        # All blocks of groups that are not read are bad.
+        # Blocks of groups that are not read are bad, and those of rows whose shift no rank has.
         self._bad = [_unread(job, readers) for job, readers in jobs]
         self._pieces = self._cut()
 
@@ -136,15 +136,22 @@ class HostCopy(Copy):
                 for g in job.groups:
                     if g.group != reader.group:
                         continue
-                    for piece in g.rounds(reader.max_blocks):  # blocks that are adjacent there are read together
+                    # Blocks that are adjacent there are read together.
+                    for piece in reader.own(g).rounds(reader.max_blocks):
                         if self._why[number]:
                             break
                         yield number, reader, *piece
 
 
 def _unread(job: CopyJob, readers: "list[_Reader]") -> set[int]:
-    known = {reader.group for reader in readers}
-    return {block for g in job.groups if g.group not in known for block in g.local.tolist()}
+    bad: set[int] = set()
+    for g in job.groups:
+        own = [reader.shifts for reader in readers if reader.group == g.group]
+        known = sorted(set().union(*own))
+        # Without shifts it must be one, or blocks have other sizes there, and it is unknown which part goes.
+        read = np.isin(g.shifts, known) if g.shifts is not None else np.full(len(g.local), known == [0])
+        bad.update(g.local[~read].tolist())
+    return bad
 
 
 class _Scratch:
@@ -193,6 +200,16 @@ class _Reader:
             for shifted in groups
         }
 
+    @property
+    def shifts(self) -> Collection[int]:
+        return self._writers.keys()
+
+    def own(self, pull: GroupPull) -> GroupPull:
+        """The rows that this rank is read for."""
+        if pull.shifts is None:
+            return pull if list(self._writers) == [0] else pull.rows(slice(0))
+        return pull.rows(np.isin(pull.shifts, list(self._writers)))
+
     def copy(self, remote: np.ndarray, places: np.ndarray, pull: GroupPull) -> tuple[np.ndarray, np.ndarray]:
         """(int64 [n], bool [n]): for each row of ``pull`` the checksum of the block that arrived, and whether it is
         right: then its tokens are in our block. ``remote``: the source's blocks, each once; ``places``: the one of each
@@ -202,14 +219,10 @@ class _Reader:
         checksums = self._scratch.checksums.compute(0, places, pull.keys, pull.valid).numpy()
         right = checksums == self._scratch.expected[places]
         if pull.shifts is None:
-            right &= len(self._writers) == 1  # else blocks have other sizes there, and it is unknown which part goes
             self._write(0, places, pull, right)
         else:
             for shift in np.unique(pull.shifts).tolist():
-                known = shift in self._writers
-                right &= known | (pull.shifts != shift)
-                if known:
-                    self._write(shift, places, pull, right & (pull.shifts == shift))
+                self._write(shift, places, pull, right & (pull.shifts == shift))
         return checksums, right
 
     def _write(self, shift: int, places: np.ndarray, pull: GroupPull, right: np.ndarray) -> None:
