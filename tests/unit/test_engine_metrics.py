@@ -429,9 +429,15 @@ def test_gauges_are_refreshed_after_last_request(gauges):
     gauges.take()
     gauges.held["leases"] = 0
     gauges.states.clear()
+    gauges.planner.observe_load("host", 10**9, 0, 0.1)
+    gauges.planner.observe_load("host", 10**9, 0, 0.1)
     gauges.refresh()
     shown = gauges.take()
     assert shown["leases|granted"] == 0 and shown["requests|loading"] == 0
+    assert "planner_bandwidth|host" not in shown, "estimates take most of the time, and wait for their second"
+    gauges.clock.now += REFRESH_SECONDS
+    gauges.refresh()
+    assert gauges.take()["planner_bandwidth|host"] > 1e9
 
 
 def test_stats_malformed_data_is_logged_once_and_skipped(caplog):

@@ -5,6 +5,7 @@ import random
 import pytest
 from support import Clock
 
+from vllm_kvtier.scheduler.planner import cost_model
 from vllm_kvtier.scheduler.planner import load_planner as p
 from vllm_kvtier.scheduler.planner.load_planner import LoadPlanner, Queue
 
@@ -349,6 +350,27 @@ def test_planner_probe_lookup_is_loaded():
             assert decision.should_load and decision.reason == p.PROBE
             tried += 1
     assert tried == 4
+
+
+def test_planner_fits_steps_when_idle_or_before_a_decision(monkeypatch):
+    """Not in ``observe_step``: vLLM has not sent the step's tokens then."""
+    fits, planner = [], taught()
+    ask, solve = planner.compute_seconds, cost_model._least_squares
+    before = ask(0, 2048, 2049)
+    monkeypatch.setattr(cost_model, "_least_squares", lambda equations: fits.append(1) or solve(equations))
+    for wait in (planner.fit_steps, lambda: ask(0, 2048, 2049), planner.step_seconds):
+        wait()
+        fits.clear()
+        for _ in range(4):
+            planner.observe_step(2 * h200_step([(2048, 0)], 2), [(2048, 0)], 2)
+            if planner._steps.fit_due:
+                break
+        assert planner._steps.fit_due and not fits
+        wait()
+        assert fits == [1]
+        wait()
+        assert fits == [1]
+    assert ask(0, 2048, 2049) != before
 
 
 # -- many at once ------------------------------------------------------------------------------------------------------

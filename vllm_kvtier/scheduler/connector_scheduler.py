@@ -393,6 +393,7 @@ class KVTierConnectorScheduler(SchedulerParts):
         attempt = self._contain.attempt
         attempt("namespace", self._identity.resolve_namespace)
         attempt("jobs", self._run_jobs)
+        attempt("planner", self._planner.fit_steps)
         if self._offloader is not None and not self._passive:
             attempt("offloading", self._offloader.idle)
         if self._sharing is not None:

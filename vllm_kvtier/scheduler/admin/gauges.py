@@ -1,10 +1,10 @@
 """The scheduler side's gauges: requests, queues, leases, the planner's estimates.
 
-On vLLM's scheduler thread: once a second while requests are served, and when the last has ended.
+On vLLM's scheduler thread: once a second while requests are served, and, but for the planner's estimates, when the last
+has ended.
 """
 
 import time
-from collections import Counter
 from collections.abc import Callable
 
 from vllm_kvtier.scheduler.context import LoadContext
@@ -26,6 +26,8 @@ _WAITS = {
     State.VERIFYING: "loading",
     State.ABANDONED: "loading",
 }
+_REQUESTS = [("requests", kind) for kind in KINDS["requests"]]
+_EXPORTED = {("exported_blocks", kind): f"{kind}_blocks" for kind in KINDS["exported_blocks"]}
 
 
 class Gauges:
@@ -47,27 +49,35 @@ class Gauges:
     def refresh(self) -> None:
         """After a step: show the values that changed."""
         now = self._clock()
-        if now - self._looked < REFRESH_SECONDS and len(self._matcher):
+        due = now - self._looked >= REFRESH_SECONDS
+        if not due and len(self._matcher):
             return
-        self._looked = now
-        for key, value in self._read().items():
+        values = self._read()
+        if due:
+            self._looked = now
+            values |= self._estimates()
+        for key, value in values.items():
             if self._shown.get(key) != value:
                 self._shown[key] = value
                 self._counters.show(*key, value)
 
     def _read(self) -> dict[tuple[str, str], float]:
-        states = Counter(_WAITS.get(state, "computing") for state in self._matcher.states())
-        counts, report = self._exports.counts(), self._planner.report()
-        values: dict[tuple[str, str], float] = {("requests", kind): states[kind] for kind in KINDS["requests"]}
-        values |= {("exported_blocks", kind): counts[f"{kind}_blocks"] for kind in KINDS["exported_blocks"]}
+        counts = self._exports.counts()
+        values: dict[tuple[str, str], float] = dict.fromkeys(_REQUESTS, 0)
+        for state in self._matcher.states():
+            values["requests", _WAITS.get(state, "computing")] += 1
+        for key, count in _EXPORTED.items():
+            values[key] = counts[count]
         values["leases", "granted"], values["leases", "held"] = counts["leases"], self._peers.held_leases()
         if self._offloader is not None and self._store is not None:
             values["store_inflight_blocks", ""] = self._offloader.pinned
             usable = self._store.limit() * PAGE
             values["store_up", ""], values["store_registered_bytes", ""] = float(usable > 0), float(usable)
         for source in KINDS["loading_bytes"]:
-            values["loading_bytes", source] = report[f"{source}_queued_bytes"]
-            values["planner_bandwidth", source] = report[f"{source}_bandwidth"]
-        for what in KINDS["planner_error"]:
-            values["planner_error", what] = report[f"{what}_error"]
+            values["loading_bytes", source] = self._planner.loading_bytes(source)
         return values
+
+    def _estimates(self) -> dict[tuple[str, str], float]:
+        report = self._planner.report()
+        values = {("planner_bandwidth", source): report[f"{source}_bandwidth"] for source in KINDS["planner_bandwidth"]}
+        return values | {("planner_error", what): report[f"{what}_error"] for what in KINDS["planner_error"]}

@@ -163,7 +163,7 @@ class StepCost:
         self._clips: dict[int, Clip] = {}
         self._costs = [0.0] * 5
         self.coefficients = [0.0] * 5  # seconds a step, a token, a pair, a decode, and a step with new tokens besides
-        self._since_fit = 0
+        self._since_fit, self.fit_due = 0, False
         self._widest = self._deepest = 0.0
         self.prefills = 0
         self.error = Error()
@@ -178,6 +178,8 @@ class StepCost:
 
     def observe(self, seconds: float, work: Iterable[tuple[int, int]], decodes: int) -> None:
         """work: (new tokens, tokens before them) of each request in the step that is not decoding."""
+        if self.fit_due:
+            self.fit()
         tokens, pairs = 0, 0.0
         for new, before in work:
             tokens += new
@@ -206,13 +208,19 @@ class StepCost:
             self._widest = max(float(tokens), self._widest * 0.999)
             self._deepest *= 0.9999
         self._since_fit += 1
-        if self._since_fit >= (16 if not tokens else 4 if self.prefills > 16 else 1):
-            self._since_fit = 0
-            self._costs = _least_squares(np.sum(list(self._equations.values()), axis=0).reshape(5, 6)).tolist()
-            self.coefficients = [cost * scale for cost, scale in zip(self._costs, self.FEATURE_SCALE, strict=True)]
+        self.fit_due |= self._since_fit >= (16 if not tokens else 4 if self.prefills > 16 else 1)
+
+    def fit(self) -> None:
+        """What was observed, before the coefficients are used: an idle engine has the time for it, and the output of
+        the step that was observed has not."""
+        self._since_fit, self.fit_due = 0, False
+        self._costs = _least_squares(np.sum(list(self._equations.values()), axis=0).reshape(5, 6)).tolist()
+        self.coefficients = [cost * scale for cost, scale in zip(self._costs, self.FEATURE_SCALE, strict=True)]
 
     def prefill_seconds(self, start: int, end: int, steps: int, decodes: float) -> float:
         """Seconds that tokens [start, end) of one request add, in ``steps`` steps of their own."""
+        if self.fit_due:
+            self.fit()
         base, token, pair, decode, prompt = self.coefficients
         deep = max(self.MAX_EXTRAPOLATION * self._deepest, start)
         pairs = (min(end, deep) ** 2 - start**2) / 2 + deep * max(0, end - deep)

@@ -153,6 +153,11 @@ class LoadPlanner:
         self._decodes += (decodes - self._decodes) / 16
         self._steps.observe(seconds, work, decodes)
 
+    def fit_steps(self) -> None:
+        """Fit what was observed, if it was not: else the next decision does."""
+        if self._steps.fit_due:
+            self._steps.fit()
+
     def will_compute(self, request_id: str, start: int, prompt: int) -> None:
         """Tokens [start, prompt) of this request are in no step yet, and are computed as far as is known."""
         self.remove_request(request_id)
@@ -269,6 +274,10 @@ class LoadPlanner:
         """Whether a load is under way there."""
         return self._cost(cost_key).queue.loads > 0
 
+    def loading_bytes(self, cost_key: str) -> int:
+        """Of the loads that are under way there."""
+        return self._cost(cost_key).queue.nbytes
+
     def moving_seconds(self, cost_key: str, nbytes: int) -> float:
         """The part of a load's duration in which the device copies, without its latency."""
         cost = self._cost(cost_key)
@@ -303,6 +312,7 @@ class LoadPlanner:
 
     def step_seconds(self) -> float:
         """Duration of a step that only generates; 0 while not known."""
+        self.fit_steps()
         base, _, _, decode, _ = self._steps.coefficients
         return base + decode * self._decodes if self._steps.known else 0.0
 
