@@ -1,5 +1,6 @@
 """The node store's memory in a worker: mapped, registered piece by piece, changed with the store."""
 
+import errno
 import heapq
 import itertools
 import logging
@@ -145,6 +146,15 @@ def world(clock):
     )  # fmt: skip
     made.pool.start()
     return made
+
+
+def test_store_memory_that_found_no_descriptor_is_mapped_later(world, caplog):
+    world.refuse = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    world.client.send("a", MIB, MIB)
+    assert "Too many open files" in world.pool.reason and "Traceback" not in caplog.text
+    world.refuse = None
+    world.turns.all()
+    assert world.pool.registered_pages == MIB // PAGE and world.pool.reason == ""
 
 
 def test_store_memory_is_registered_in_pieces(world):

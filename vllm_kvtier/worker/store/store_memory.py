@@ -30,6 +30,8 @@ RETRY_SECONDS = 0.01
 MAX_DELAY = 0.1
 # Seconds for which the memory stays pinned after the store disconnected.
 GRACE_SECONDS = 5.0
+# Until a mapping that failed because file descriptors or memory ran out is tried again.
+REFUSED_SECONDS = 60.0
 UNMAP_THREAD = "kvtier-unmap"
 
 
@@ -199,13 +201,20 @@ class StoreMemory:
             if mapping is not None:
                 mapping.close()
             self._refused, self.reason = instance, f"the node store's memory cannot be used: {error}"
-            if isinstance(error, KVTierError):
+            if isinstance(error, OSError):
+                logger.warning("kvtier: store memory: %s; it is tried again in %.0f s", self.reason, REFUSED_SECONDS)
+                self._reactor.call_later(REFUSED_SECONDS, self._map_again)
+            elif isinstance(error, KVTierError):
                 logger.warning("kvtier: store memory: %s; prompts are recomputed", self.reason)
             else:
                 logger.exception("kvtier: store memory: it cannot be used; prompts are recomputed")
             return
         self.current = Backing(mapping, copier, lambda: self._reactor.call_soon(self._old_closed))
         self._stuck, self.reason = False, ""
+
+    def _map_again(self) -> None:
+        self._refused = None
+        self._changed()
 
     def _register_soon(self, delay: float = 0.0) -> None:
         if self._pending or self._stuck or self.current is None or self.current.next_piece() is None:
