@@ -34,7 +34,7 @@ def root() -> Path:
 
 
 @pytest.fixture(scope="session")
-def model_path() -> Path:
+def demo_model() -> Path:
     """The demo model that ships with the project."""
     return ROOT / "models" / "recall-6m"
 

@@ -37,7 +37,7 @@ STEP_TOKENS = 512  # long prompts are computed in several steps
 ASK_TIMEOUT = 1.0
 TRANSFER_TIMEOUT = 10.0
 RETAIN_SECONDS = 1.5
-# A token's KV of the demo model in float32 takes 12 KiB, so a block of 32 tokens 97 pages of the store.
+# A token's KV in float32 takes 12 KiB, so a block of 32 tokens 97 pages of the store.
 SLOT_PAGES = 97
 STORE_SIZE = 384 << 20  # more than one PIECE; four times the engines' own caches
 OPTIONS = {

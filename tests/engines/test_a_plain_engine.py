@@ -4,7 +4,7 @@ it rightly."""
 from collections.abc import Iterator
 
 import pytest
-from engine_fixtures import start_missing
+from engine_fixtures import ENGINE_FLAGS, start_missing
 
 from vllm_kvtier.devtools.clients import chat, complete, prompt_tokens
 from vllm_kvtier.devtools.engines import Engine, kvtier
@@ -36,7 +36,8 @@ def misspelt(model_path, log_dir, plain) -> Iterator[Engine]:
     engine.kill()
 
 
-def test_plain_engine_recalls_code_with_demo_model(single):
+def test_plain_engine_recalls_code_with_demo_model(demo_model, make_engine):
+    single = make_engine(model=demo_model, **ENGINE_FLAGS).start().wait_ready()
     messages = [SYSTEM, FACTS, NOTED, QUESTION]
     answer = chat(single.base_url, messages)
     assert "77120" in answer.text and answer.finish_reason == "stop"

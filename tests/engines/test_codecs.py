@@ -129,9 +129,9 @@ class Engines:
 
 
 @pytest.fixture(scope="module")
-def engines(model_path, log_dir) -> Iterator[Engines]:
+def engines(demo_model, log_dir) -> Iterator[Engines]:
     with runtime_dir() as folder:
-        engines = Engines(model_path, folder, log_dir)
+        engines = Engines(demo_model, folder, log_dir)
         yield engines
         engines.kill()
         print("", *engines.table, sep="\n")

@@ -279,10 +279,10 @@ class Makers(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def makers(model_path, log_dir) -> Makers:
-    made = Makers(model_path, log_dir, log_dir / "adapters")
+def makers(demo_model, log_dir) -> Makers:
+    made = Makers(demo_model, log_dir, log_dir / "adapters")
     for seed, name in enumerate(ADAPTERS):
-        write_adapter(made.adapters / name, seed, model_path)
+        write_adapter(made.adapters / name, seed, demo_model)
     return made
 
 

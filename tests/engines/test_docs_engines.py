@@ -35,11 +35,11 @@ def objects():
 
 
 @pytest.fixture(scope="module")
-def place(model_path, log_dir, tmp_path_factory, objects):
+def place(demo_model, log_dir, tmp_path_factory, objects):
     """One engine, as the page on host memory starts it."""
     with runtime_dir() as runtime:
         ports = {"9000": objects.port}
-        place = Place(model_path, tmp_path_factory.mktemp("docs"), runtime, log_dir, KEYS, ports=ports)
+        place = Place(demo_model, tmp_path_factory.mktemp("docs"), runtime, log_dir, KEYS, ports=ports)
         place.store = store_in(runtime)
         with ended(place):
             first = steps_of(f"{GUIDES}/host-cache.md")[0]
@@ -92,8 +92,8 @@ def test_docs_secondary_tiers_commands_run(place, page):
     del place.services[1:]
 
 
-def test_docs_pd_one_node_commands_run(model_path, log_dir, tmp_path):
-    with runtime_dir() as runtime, ended(Place(model_path, tmp_path, runtime, log_dir)) as place:
+def test_docs_pd_one_node_commands_run(demo_model, log_dir, tmp_path):
+    with runtime_dir() as runtime, ended(Place(demo_model, tmp_path, runtime, log_dir)) as place:
         printed = place.play(f"{GUIDES}/pd-one-node.md")
         answer = json.loads(printed[0].partition("vllm:")[0])
         assert answer["usage"]["completion_tokens"] == 8
@@ -102,20 +102,20 @@ def test_docs_pd_one_node_commands_run(model_path, log_dir, tmp_path):
         assert all(engine["gpu_cache_tokens"] >= 1000 for engine in held["engines"]), held
 
 
-def test_docs_pd_two_nodes_commands_run(model_path, log_dir, tmp_path):
+def test_docs_pd_two_nodes_commands_run(demo_model, log_dir, tmp_path):
     if netns.why_not():
         pytest.skip(netns.why_not())
     # UCX sees that both nodes are one machine, and would copy without the network. The machine's name has no address in
     # these networks: what an engine says to itself goes over loopback.
     env = {"UCX_TLS": "tcp", "VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
     with netns.NetnsPair() as pair, runtime_dir() as runtime:
-        with ended(Place(model_path, tmp_path, runtime, log_dir, env, pair)) as place:
+        with ended(Place(demo_model, tmp_path, runtime, log_dir, env, pair)) as place:
             place.play(f"{GUIDES}/pd-two-nodes.md")
 
 
 @pytest.mark.slow
-def test_docs_data_parallel_commands_run(model_path, log_dir, tmp_path):
-    with runtime_dir() as runtime, ended(Place(model_path, tmp_path, runtime, log_dir)) as place:
+def test_docs_data_parallel_commands_run(demo_model, log_dir, tmp_path):
+    with runtime_dir() as runtime, ended(Place(demo_model, tmp_path, runtime, log_dir)) as place:
         # Ranks that have forgotten for good share nothing any more.
         place.play(f"{GUIDES}/data-parallel.md", forget="false")
 

@@ -19,7 +19,7 @@ RETAIN_SECONDS = 8.0
 
 
 @pytest.fixture(scope="module")
-def make_engines(model_path, log_dir):
+def make_engines(demo_model, log_dir):
     """Engines of the demo model in float32, by name; options as Engine's, and ``extra`` for the connector."""
     made: list[Engine] = []
 
@@ -30,7 +30,7 @@ def make_engines(model_path, log_dir):
             extra = {"bidirectional": True, "pull_threshold": 16, "retain_seconds": RETAIN_SECONDS, "store": "off"}
             extra |= {"endpoint_port": free_port(), **options.pop("extra", {})}
             flags = ("--dtype", "float32")
-            made.append(Engine(model_path, name=name, kv=kvtier(extra), args=flags, log_dir=log_dir, **options))
+            made.append(Engine(demo_model, name=name, kv=kvtier(extra), args=flags, log_dir=log_dir, **options))
         start_all(made)
         return dict(zip(engines, made, strict=True))
 

@@ -6,8 +6,8 @@ import random
 import signal
 
 import pytest
-from engine_client import PREFILL, SYSTEM, facts, known_from, question, random_tokens, told, with_sources
-from engine_fixtures import BLOCK, ENGINE_FLAGS, EXTRA, HANDOFF_SECONDS, NUM_BLOCKS, THRESHOLD
+from engine_client import PREFILL, SYSTEM, driving, facts, known_from, question, random_tokens, told, with_sources
+from engine_fixtures import BLOCK, ENGINE_FLAGS, EXTRA, HANDOFF_SECONDS, NUM_BLOCKS, THRESHOLD, start_missing
 
 from vllm_kvtier.devtools.engines import Engine
 from vllm_kvtier.devtools.processes import start_all
@@ -30,16 +30,19 @@ async def test_prefill_is_pulled_including_partial_last_block(fleet, driver, len
     await driver.assert_right(reply, prompt)
 
 
-async def test_pulled_chat_recalls_fact(fleet, driver):
+async def test_pulled_chat_recalls_fact(demo_model, make_engine):
     rng = random.Random("chat")
     codes = facts(rng, 30)
     name = rng.choice(list(codes))
     messages = [SYSTEM, {"role": "user", "content": told(codes)}, {"role": "assistant", "content": "Noted 30 codes."}]
     messages.append({"role": "user", "content": question(name)})
-    _, reply = await driver.hand_off(fleet.prefill, fleet.decode, messages, 20, ignore_eos=False)
-    assert reply.pulled == len(reply.prompt)
-    assert codes[name] in reply.text
-    await driver.assert_right(reply, messages, ignore_eos=False)
+    engines = [make_engine(name, EXTRA, model=demo_model, **ENGINE_FLAGS) for name in ("P", "D")]
+    start_missing(engines)
+    async with driving(engines[0]) as driver:
+        _, reply = await driver.hand_off(*engines, messages, 20, ignore_eos=False)
+        assert reply.pulled == len(reply.prompt)
+        assert codes[name] in reply.text
+        await driver.assert_right(reply, messages, ignore_eos=False)
 
 
 @pytest.mark.parametrize("hint", ["sources", "params", "none"])

@@ -129,7 +129,7 @@ def build(kind: str, out: Path, tokenizer: Path, seed: int = 0, words: bool = Fa
     g = torch.Generator().manual_seed(seed)
     live = torch.randperm(VOCAB - 16, generator=g)[:LIVE] + 16
     if words:
-        live = torch.tensor(_words(tokenizer)[:LIVE])
+        live = torch.tensor(whole_words(tokenizer)[:LIVE])
     with torch.no_grad():
         for name, p in model.named_parameters():
             new = _filled(name, p, live, g)
@@ -151,7 +151,7 @@ def build(kind: str, out: Path, tokenizer: Path, seed: int = 0, words: bool = Fa
     return out
 
 
-def _words(tokenizer: Path) -> list[int]:
+def whole_words(tokenizer: Path) -> list[int]:
     """Tokens that are a space and a whole word."""
     made = json.loads((tokenizer / "tokenizer.json").read_text())["model"]["vocab"]
     return [token for text, token in made.items() if text[0] == "Ġ" and text[1:].isascii() and text[2:].isalpha()]

@@ -405,9 +405,9 @@ def test_serve_sharegpt_conversations_are_read_whole(tmp_path):
         sources.from_sharegpt(path, Words(), 5, 10, 0, 0)
 
 
-def test_serve_vllm_data_sets_are_read(tmp_path, model_path):
+def test_serve_vllm_data_sets_are_read(tmp_path, demo_model):
     pytest.importorskip("vllm.benchmarks.datasets.datasets")
-    tokenizer = sources.tokenizer_of(str(model_path))
+    tokenizer = sources.tokenizer_of(str(demo_model))
     flags = "--dataset-name prefix_repetition --num-prompts 6 --prefix-repetition-num-prefixes 2 --seed 3"
     repeated = sources.from_vllm(flags, tokenizer)
     assert len(repeated) == 6 and all(len(c.turns) == 1 and c.turns[0].output == 128 for c in repeated)

@@ -115,14 +115,14 @@ def test_serve_runs_variants():
         ("--base-url http://x --input 5-3", "is no length|min <= max"),
     ],
 )
-def test_serve_conflicting_options_exit_with_message(words, error, model_path, capsys):
+def test_serve_conflicting_options_exit_with_message(words, error, demo_model, capsys):
     with pytest.raises(SystemExit):
-        options.parse(words.replace("MODEL", str(model_path)).split())
+        options.parse(words.replace("MODEL", str(demo_model)).split())
     assert re.search(error, capsys.readouterr().err)
 
 
-def test_serve_work_computes_its_needs(model_path, tmp_path):
-    words = f"--model {model_path} --engines 2 --rounds 3 --warmup 1 --probe 4000 --logs {tmp_path}"
+def test_serve_work_computes_its_needs(demo_model, tmp_path):
+    words = f"--model {demo_model} --engines 2 --rounds 3 --warmup 1 --probe 4000 --logs {tmp_path}"
     args = options.parse([*words.split(), *SMALL])
     work = options.Work(args)
     assert work.vocabulary == 2048
@@ -132,14 +132,14 @@ def test_serve_work_computes_its_needs(model_path, tmp_path):
     assert work.fresh(1) is work.fresh(1)
     assert engines.host_bytes(args, needs) == 1 << 30
     written = json.dumps(options.settings(args, needs, 1))
-    assert str(model_path.parent) not in written and str(tmp_path) not in written
+    assert str(demo_model.parent) not in written and str(tmp_path) not in written
 
 
-def test_serve_engines_divide_the_gpus(model_path, tmp_path):
-    words = f"--model {model_path} --engines 2 --gpus 4 5 --see-all-gpus --dummy --compare off=none on=kvtier"
+def test_serve_engines_divide_the_gpus(demo_model, tmp_path):
+    words = f"--model {demo_model} --engines 2 --gpus 4 5 --see-all-gpus --dummy --compare off=none on=kvtier"
     args = options.parse([*words.split(), "--engine-args", "--no-enforce-eager --seed 1", "--logs", str(tmp_path)])
     needs = Needs(1000, 5000, 5000, 32)
-    made = engines._make(options.chosen(args, 1 << 30)[1], args, needs, model_path)
+    made = engines._make(options.chosen(args, 1 << 30)[1], args, needs, demo_model)
     commands = [" ".join(engine.command) for engine in made.engines]
     assert [engine._env["CUDA_VISIBLE_DEVICES"] for engine in made.engines] == ["4,5", "5,4"]
     assert len({engine._env["XDG_RUNTIME_DIR"] for engine in made.engines}) == 1, "one store for both"
@@ -151,7 +151,7 @@ def test_serve_engines_divide_the_gpus(model_path, tmp_path):
     assert not made.runtime.exists()
 
     args.data_parallel, args.see_all_gpus = 2, False
-    one = engines._make(Variant("dp"), args, needs, model_path)
+    one = engines._make(Variant("dp"), args, needs, demo_model)
     (server,) = one.engines
     assert server._env["CUDA_VISIBLE_DEVICES"] == "4,5" and "--data-parallel-size 2" in " ".join(server.command)
     assert "--tensor-parallel-size" not in " ".join(server.command)
