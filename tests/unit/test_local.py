@@ -180,11 +180,17 @@ def test_local_links_of_killed_engines_are_removed(run_dir):
         for path in (*paths, store):
             sock = sockets.enter_context(socket.socket(socket.AF_UNIX))
             sock.bind(str(path))
+            if path == paths[0]:
+                sock.close()
             if path == paths[1]:
                 sock.listen()
+                live = sock
             if path != paths[2]:
                 os.utime(path, (0, 0))
         sweep(store.parent)
+        live.setblocking(False)
+        with pytest.raises(BlockingIOError):  # a connection ends an engine that has no file descriptor left
+            live.accept()
     assert [path.exists() for path in (*paths, store)] == [False, True, True, True]
 
 
