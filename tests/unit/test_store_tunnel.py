@@ -79,10 +79,10 @@ def test_tunnelled_client_starts_the_store_and_uses_it(made):
     eventually(lambda: made.client.connected, 30)
     assert made.launched == [1] and made.client.presence is None
     store_and_find(made.client, "a")
-    [engine] = [each for each in made.store.counts().clients if each.kind == "engine"]
-    assert (engine.leases, engine.reservations) == (0, 0)
+    engines = lambda: [each for each in made.store.counts().clients if each.kind == "engine"]  # noqa: E731
+    eventually(lambda: [(each.leases, each.reservations) for each in engines()] == [(0, 0)], 10, "it holds nothing")
     made.client.close()
-    eventually(lambda: not [each for each in made.store.counts().clients if each.kind == "engine"], 10)
+    eventually(lambda: not engines(), 10)
     assert not made.ends["near"]._streams and not made.ends["far"]._streams
 
 
