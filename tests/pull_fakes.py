@@ -92,8 +92,6 @@ class FakeTransport:
         assert local.agent == remote.agent == self.agent, "lists of an agent that is gone"
         if self.fault == "start":
             raise KVTierError("cannot start")
-        if self.fault == "library":
-            raise RuntimeError("NIXL_ERR_BACKEND")
 
         def element(rows, i):
             per_row = int(rows[0, 4])

@@ -121,8 +121,7 @@ def test_pulls_of_source_with_wrong_layout_fail():
 
 
 @pytest.mark.parametrize(
-    "fault, words",
-    [("fails", "failed"), ("start", "cannot start"), ("library", "NIXL_ERR_BACKEND"), ("corrupt", "wrong checksum")],
+    "fault, words", [("fails", "failed"), ("start", "cannot start"), ("corrupt", "wrong checksum")]
 )
 def test_pulls_transport_faults_fail_and_next_pull_reconnects(fault, words, caplog):
     pair = Pair()
@@ -134,7 +133,7 @@ def test_pulls_transport_faults_fail_and_next_pull_reconnects(fault, words, capl
         assert result.checksum_mismatch == (fault == "corrupt")
         assert result.bad_blocks == ({5} if fault == "corrupt" else {5, 6})
     assert not pair.transport.running and not pair.pulls.active
-    assert caplog.text.count("logged once") == 1 and caplog.text.count("Traceback") == (fault == "library")
+    assert caplog.text.count("logged once") == 1
     pair.transport.fault = None
     assert not pair.run(pair.order(pull_of([5, 6], [3, 4]))).failed, "the next pull connects anew"
 

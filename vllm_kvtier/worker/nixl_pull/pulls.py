@@ -204,7 +204,7 @@ class Pulls:
         return not pull.many_reads
 
     def _cannot_read(self, pull: _Pull, error: Exception) -> PullResult:
-        if not isinstance(error, KVTierError) and pull.job.instance not in self._logged:
+        if not isinstance(error, KVTierError):
             logger.warning("kvtier: pulls: reading from %s failed", pull.job.instance, exc_info=error)
         return self._fail_now(pull, f"cannot read from {pull.job.instance}: {error}")
 
