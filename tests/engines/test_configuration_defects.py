@@ -227,10 +227,9 @@ def main(model: str) -> None:
     from vllm_kvtier.telemetry.stats import merge
     from vllm_kvtier.vllm_compat import connector_types
 
-    def as_before(step, by_request):
-        return connector_types.TransferResults(
-            finished_sending=set(), finished_recving=step.finished, failed_recving=set()
-        )
+    def as_before(step=None, by_request=False):
+        finished = set() if step is None else step.finished
+        return connector_types.TransferResults(finished_sending=set(), finished_recving=finished, failed_recving=set())
 
     ours.TransferResults, ours.transfer_results = None, as_before
     extra = {"store_size": "128MiB", "load_policy": "always", "store_idle_seconds": 5}

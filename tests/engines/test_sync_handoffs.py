@@ -25,7 +25,7 @@ FAILURES = "vllm:kvtier_integrity_failures_total"
 def engines(model_path, log_dir):
     faults, made = {}, []
     for name in ("mapped-P", "mapped-D"):
-        extra = {**SHORT, "endpoint_port": free_port(), "same_node_pulls": "mapped"}
+        extra = {**SHORT, "endpoint_port": free_port(), "same_node_pulls": "mapped", "sync_load_ms": 10_000}
         kv = {**kvtier(extra), "kv_connector": "FaultyConnector", "kv_connector_module_path": "faulty_connector"}
         faults[name] = FaultFile(log_dir / f"{name}.faults")
         env = {**TESTS_ON_PATH, VARIABLE: str(log_dir / f"{name}.faults"), "VLLM_SERVER_DEV_MODE": "1"}

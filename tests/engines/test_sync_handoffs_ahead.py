@@ -55,7 +55,7 @@ def main(model: str, prefill_url: str) -> None:
     import httpx
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    engine, rng = InProcess(model, {**SHORT, "same_node_pulls": "mapped"}), random.Random(1)
+    engine, rng = InProcess(model, {**SHORT, "same_node_pulls": "mapped", "sync_load_ms": 10_000}), random.Random(1)
 
     def handed_off(prompt: list[int], truth: list[int], count: int = 24) -> list:
         body = {"model": "model", "prompt": prompt, "max_tokens": 1, "temperature": 0, "kv_transfer_params": PREFILL}

@@ -94,7 +94,8 @@ class InProcess:
 def main(model: str) -> None:
     from vllm_kvtier.store.launcher import store_path
 
-    engine = InProcess(model, {"store_size": "256MiB", "load_policy": "always", "store_idle_seconds": 5})
+    options = {"store_size": "256MiB", "load_policy": "always", "store_idle_seconds": 5, "sync_load_ms": 10_000}
+    engine = InProcess(model, options)  # loads are synchronous however slow the machine is
     print(json.dumps({"scheduler": type(engine.core.scheduler).__name__, "steps": engine.core.batch_queue_size}))
     while not engine.counts.get("store_registered_bytes"):  # without a loop, requests let time pass
         engine.ask([300], 1)
