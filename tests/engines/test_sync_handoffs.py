@@ -96,11 +96,12 @@ async def test_followed_prefill_of_one_step_is_read_synchronously(pair, driver):
 
 @pytest.mark.parametrize("corrupt", ["", "pages"])
 async def test_last_part_of_followed_prefill_is_read_synchronously(pair, engines, driver, corrupt):
-    """Steps before it are read while the prefill goes on. ``corrupt``: pages of later steps are wrong."""
+    """Steps before it are read while the prefill goes on. ``corrupt``: pages of later steps are wrong. It is one read
+    with what came before if that is still being read, as on a slow machine."""
     p, d = pair
-    rng, outcome = random.Random(f"last {corrupt}"), "failed" if corrupt else "ok"
+    rng, before = random.Random(f"last {corrupt}"), await loads(driver, d)
     for length in (3000, 2700, 3300):
-        prompt, before, early = random_tokens(rng, length), await loads(driver, d, outcome), await read_early(driver, d)
+        prompt, early = random_tokens(rng, length), await read_early(driver, d)
         to_p, to_d = params_of(p)
         asks = driver.prefill(p, prompt, to_p), driver.ask(d, prompt, 8, to_d)
         tasks = [asyncio.create_task(each) for each in asks]
@@ -110,11 +111,10 @@ async def test_last_part_of_followed_prefill_is_read_synchronously(pair, engines
         engines[2]["mapped-P"].set()
         await driver.assert_right(reply, prompt)
         assert await read_early(driver, d) - early >= STEP // BLOCK * BLOCK
-        if corrupt:
-            assert reply.pulled == 0, reply.report
-        else:
-            assert reply.pulled == length and await loads(driver, d) - before == 1, length
+        assert reply.pulled == (0 if corrupt else length), reply.report
         await driver.until_no_exports(p)
+    synchronous = await loads(driver, d) - before
+    assert synchronous == 0 if corrupt else 1 <= synchronous <= 3
 
 
 async def test_synchronous_handoff_behind_own_prefix_and_back(pair, driver):
