@@ -159,11 +159,12 @@ class Engine:
         calls.side = ""
         time.sleep(STEP_SECONDS)
         calls.side = "engine"
-        names = list(output.num_scheduled_tokens)
+        names, requests = list(output.num_scheduled_tokens), self.scheduler.requests
+        ends = [requests[name].num_computed_tokens >= requests[name].num_prompt_tokens for name in names]
         result = ModelRunnerOutput(
             req_ids=names, req_id_to_index={name: i for i, name in enumerate(names)},
-            sampled_token_ids=[[7]] * len(names), logprobs=None, prompt_logprobs_dict={}, pooler_output=[],
-            kv_connector_output=kv,
+            sampled_token_ids=[[7] if end else [] for end in ends], logprobs=None, prompt_logprobs_dict={},
+            pooler_output=[], kv_connector_output=kv,
         )  # fmt: skip
         self.scheduler.update_from_output(output, result)
         calls.side = ""
