@@ -253,8 +253,10 @@ def test_options_max_model_len_counts_for_some_multimodal_models():
 def test_options_quantizing_environment_variable_counts(monkeypatch):
     before = of()
     rocm = ("VLLM_ROCM_USE_AITER", "1"), ("VLLM_ROCM_USE_AITER_MOE_SITUV2", "a16w4")
+    rocm += (("VLLM_ROCM_AITER_MEGA_MOE_FUSE_SHARED_EXPERTS", "1"),)  # into MXFP4
     weights = ("VLLM_MARLIN_INPUT_DTYPE", "int8"), ("VLLM_MOE_USE_DEEP_GEMM", "0")
     precise = ("VLLM_FLOAT32_MATMUL_PRECISION", "medium"), ("VLLM_BATCH_INVARIANT", "1")
+    precise += ("VLLM_HUMMING_USE_F16_ACCUM", "1"), ("FLA_TRIL_PRECISION", "tf32")
     for name, value in (*weights, *precise, *rocm):
         with monkeypatch.context() as patch:
             patch.setenv(name, value)

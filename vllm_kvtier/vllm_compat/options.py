@@ -121,14 +121,17 @@ TABLE = {
 _OTHER = {name: frozenset(fields.other.split()) for name, fields in TABLE.items()}
 
 # vLLM's environment variables that quantize weights, activations or what ranks send each other, choose the precision of
-# float32, draw a token's experts at random (for benchmarks), or choose how videos are read. With batch invariance a
-# token's KV is bitwise the same whatever it is computed beside: KV of other kernels, which round otherwise, is not.
+# float32 or of sums, draw a token's experts at random (for benchmarks), or choose how videos are read. With batch
+# invariance a token's KV is bitwise the same whatever it is computed beside; KV of other kernels, which round
+# otherwise, is not.
 VARIABLES = (
+    "FLA_TRIL_PRECISION",  # of linear attention
     "VLLM_B12X_MOE_FP4_FORCE_A16", "VLLM_BATCH_INVARIANT", "VLLM_CPU_INT4_W4A8", "VLLM_DISABLED_KERNELS",
     "VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE", "VLLM_FLOAT32_MATMUL_PRECISION",
-    "VLLM_HUMMING_INPUT_QUANT_CONFIG", "VLLM_HUMMING_ONLINE_QUANT_CONFIG", "VLLM_MARLIN_INPUT_DTYPE",
-    "VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "VLLM_MOE_USE_DEEP_GEMM",
-    "VLLM_ROCM_FP8_MFMA_PAGE_ATTN", "VLLM_ROCM_MUSE_MOE_ONLINE_QUANT", "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION",
+    "VLLM_HUMMING_INPUT_QUANT_CONFIG", "VLLM_HUMMING_ONLINE_QUANT_CONFIG", "VLLM_HUMMING_USE_F16_ACCUM",
+    "VLLM_MARLIN_INPUT_DTYPE", "VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "VLLM_MOE_USE_DEEP_GEMM",
+    "VLLM_ROCM_AITER_MEGA_MOE_FUSE_SHARED_EXPERTS", "VLLM_ROCM_FP8_MFMA_PAGE_ATTN", "VLLM_ROCM_MUSE_MOE_ONLINE_QUANT",
+    "VLLM_ROCM_MUSE_MOE_REDUCE_DTYPE", "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION",
     "VLLM_ROCM_USE_AITER",  # turns the next two on before vLLM 0.33
     "VLLM_ROCM_USE_AITER_FP4BMM", "VLLM_ROCM_USE_AITER_FP8BMM",
     "VLLM_ROCM_USE_AITER_MOE_A4W4_DSV4", "VLLM_ROCM_USE_AITER_MOE_SITUV2",
