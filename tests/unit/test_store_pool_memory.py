@@ -15,7 +15,14 @@ from support import eventually
 from vllm_kvtier.errors import ConfigError, KVTierError
 from vllm_kvtier.store.memory import pool_memory
 from vllm_kvtier.store.memory.client_mapping import PoolMapping
-from vllm_kvtier.store.memory.memory_limits import MIN_POOL, MemoryLimits, format_bytes, memory_limits, pool_bytes
+from vllm_kvtier.store.memory.memory_limits import (
+    MIN_POOL,
+    MemoryInUse,
+    MemoryLimits,
+    format_bytes,
+    memory_limits,
+    pool_bytes,
+)
 from vllm_kvtier.store.memory.pool_memory import PoolMemory, next_step
 from vllm_kvtier.store.options import StoreOptions, parse
 from vllm_kvtier.store.protocol import PAGE, PIECE_BYTES
@@ -131,6 +138,24 @@ def test_pool_of_reserved_huge_pages_does_not_count_against_free_memory(tmp_path
     monkeypatch.setattr(server, "memory_limits", lambda: MemoryLimits(4 * GIB, 0, "this test's memory", GIB))
     with pytest.raises(ConfigError, match="does not fit"):
         server.StoreServer(str(tmp_path / "s.sock"), StoreOptions(size="1MiB", huge_pages="never"))
+
+
+def test_huge_pages_that_engines_still_hold_of_the_store_before_are_in_use(tmp_path):
+    """An operator's store waits for them; it failed at once when it was started again, until its service manager gave
+    up. A container's own limit does not include them."""
+    folder, group = "sys/kernel/mm/hugepages/hugepages-2048kB/", "sys/fs/cgroup/"
+    pages = {f"{folder}free_hugepages": "100", f"{folder}resv_hugepages": "0", f"{folder}nr_hugepages": "15360"}
+    limits = memory_limits(make_root(tmp_path / "machine", pages))
+    with pytest.raises(MemoryInUse, match="200 MiB of 30 GiB"):
+        pool_bytes("30GiB", limits, {}, "always")
+    assert pool_bytes("200MiB", limits, {}, "always") == 200 * MIB
+    container = {"proc/self/cgroup": "0::/", f"{group}memory.max": str(8 * GIB), f"{group}memory.current": "0"}
+    limits = memory_limits(make_root(tmp_path / "container", pages | container))
+    with pytest.raises(MemoryInUse, match="does not fit"):
+        pool_bytes("30GiB", limits)
+    with pytest.raises(ConfigError, match="does not fit") as refused:  # nor would it ever
+        pool_bytes("31GiB", limits)
+    assert not isinstance(refused.value, MemoryInUse)
 
 
 def test_memory_limits_of_this_machine_are_read():

@@ -26,6 +26,7 @@ _FACTORS: dict[str, float] = {"": 1, "b": 1} | {
     for power, letter in enumerate("kmgt", 1)
     for suffix, base in ((letter, 1024), (f"{letter}ib", 1024), (f"{letter}i", 1024), (f"{letter}b", 1000))
 }
+_HUGE_PAGES = "sys/kernel/mm/hugepages/hugepages-2048kB"
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*|%)\s*")
 
 
@@ -36,12 +37,13 @@ class MemoryInUse(ConfigError):
 @dataclass(frozen=True)
 class MemoryLimits:
     """In bytes. ``limit``: of all processes here together; ``source``: its origin. ``free``: now. ``huge``: free
-    reserved pages of 2 MiB, which the others do not include."""
+    reserved pages of 2 MiB, which the others do not include. ``reserved``: all of these pages."""
 
     limit: int
     free: int
     source: str
     huge: int = 0
+    reserved: int = 0
 
     @property
     def fits(self) -> int:
@@ -62,12 +64,13 @@ def memory_limits(root: str = "/") -> MemoryLimits:
     limits += _cgroup_v2(base)
     limits += _cgroup_v1(base)
     limit, _, source = min(limits)
-    return MemoryLimits(limit, min(free for _, free, _ in limits), source, free_huge_pages(root) * HUGE_PAGE)
+    huge, reserved = free_huge_pages(root), _number(base / _HUGE_PAGES / "nr_hugepages") or 0
+    return MemoryLimits(limit, min(free for _, free, _ in limits), source, huge * HUGE_PAGE, reserved * HUGE_PAGE)
 
 
 def free_huge_pages(root: str = "/") -> int:
     """2 MiB huge pages that are reserved and not promised to a process."""
-    folder = Path(root) / "sys/kernel/mm/hugepages/hugepages-2048kB"
+    folder = Path(root) / _HUGE_PAGES
     try:
         free, promised = (int((folder / name).read_text()) for name in ("free_hugepages", "resv_hugepages"))
     except (OSError, ValueError):
@@ -95,10 +98,13 @@ def pool_bytes(
             f"a pool of {size} ({wanted} bytes{more}) is too small for the node store: at least {MIN_POOL} bytes are "
             "required"
         )
-    needed = limits.counted(wanted, huge_pages) + beside
-    if needed > limits.fits:
+    best = replace(limits, free=limits.limit, huge=limits.reserved)
+    if huge_pages == "always" and limits.huge < wanted <= best.huge:
+        pages = f"{format_bytes(limits.huge)} of {format_bytes(best.huge)} of 2 MiB pages are free now"
+        raise MemoryInUse(f"a pool of {size} ({format_bytes(wanted)}) does not fit: {pages}")
+    if limits.counted(wanted, huge_pages) + beside > limits.fits:
         fits = max(0, limits.fits - beside) // PAGE * PAGE
-        in_use = needed <= replace(limits, free=limits.limit).fits
+        in_use = best.counted(wanted, huge_pages) + beside <= best.fits
         raise (MemoryInUse if in_use else ConfigError)(
             f"a pool of {size} ({format_bytes(wanted)}{more}) does not fit: {limits.source} is "
             f"{format_bytes(limits.limit)}, {format_bytes(limits.free)} of it are free now; at most "
