@@ -286,6 +286,7 @@ def test_options_kernel_that_quantizes_otherwise_counts():
     others = {"moe_backend": "marlin", "linear_backend": "marlin", "linear_backend_per_quant": {"nvfp4": "marlin"}}
     for name in others.keys() & KernelConfig.__dataclass_fields__.keys():
         assert "=marlin" in kernels().mismatch(kernels(**{name: others[name]}))
+    assert "=triton_unfused" in kernels().mismatch(kernels(moe_backend="triton_unfused")), "as in DeepSeek V4"
 
 
 def test_options_default_of_environment_variable_does_not_count(monkeypatch):

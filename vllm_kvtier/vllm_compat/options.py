@@ -143,12 +143,12 @@ _DEFAULTS = {
     "VLLM_BATCH_INVARIANT": "0", "VLLM_FLOAT32_MATMUL_PRECISION": "highest", "VLLM_MOE_USE_DEEP_GEMM": "1",
     "VLLM_USE_DEEP_GEMM": "1", "VLLM_USE_DEEP_GEMM_E8M0": "1",
 }  # fmt: skip
-# Kernels that compute with what the checkpoint has quantized; others leave activations as they are (Marlin), quantize
-# them further or quantize the weights anew.
+# Kernels that compute with what the checkpoint has quantized; others leave activations as they are (Marlin, and
+# triton_unfused where DeepSeek V4 has them in 8 bits), quantize them further or quantize the weights anew.
 _KERNELS = frozenset(
     "auto aiter aiter_mega_moe batched_triton conch cutlass deep_gemm deep_gemm_mega_moe exllama fbgemm "
     "flashinfer_b12x flashinfer_cudnn flashinfer_cutedsl flashinfer_cutlass flashinfer_moe_ep_mega_deep_gemm "
-    "flashinfer_trtllm flydsl hpc machete rdna3 torch triton triton_unfused".split()
+    "flashinfer_trtllm flydsl hpc machete rdna3 torch triton".split()
 )
 # Paths of files whose content counts.
 _FILES = {"mm_encoder_fp8_scale_path", "hf_overrides.quantization_config_file"}
