@@ -100,6 +100,8 @@ class FakePeers:
     def unmappable(self, instance):
         """Nothing is asked of it that it does not offer."""
 
+    readable = unmappable
+
 
 def end_all(matcher, live, peers) -> None:
     """End every request of ``live`` (by name: request, status), and answer every lookup that is left."""

@@ -68,6 +68,9 @@ class Client:
     def release_export(self, address, export):
         self.dropped.append(export)
 
+    def readable(self, instance):
+        pass
+
 
 @dataclass
 class Prefill:

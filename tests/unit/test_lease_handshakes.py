@@ -3,6 +3,7 @@
 import socket
 import threading
 import time
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -11,8 +12,10 @@ from endpoint_support import BLOCK_HASHES, HASH_BLOCK_SIZE, NAMESPACE, Asker, So
 from support import eventually
 
 from vllm_kvtier.jobs.transfer_jobs import MAX_PEERS_REMEMBERED
+from vllm_kvtier.scheduler.leases import lease_client
 from vllm_kvtier.scheduler.leases.exports import LeaseKind, Refusal
 from vllm_kvtier.scheduler.leases.lease_client import LeasedBlocks
+from vllm_kvtier.scheduler.sources.base import LookupMiss
 from vllm_kvtier.shapes.read_paths import Reach, ReadPath
 from vllm_kvtier.wire import dealer, lease_connections
 from vllm_kvtier.wire import messages as m
@@ -265,6 +268,38 @@ def test_lease_client_reads_unmappable_engine_by_nixl(make):
     assert (first.path, second.path) == (MAPPED, STAGED)
     for leased in (first, second):
         asker.peers.release(leased, done=True)
+
+
+def test_engine_that_answers_but_cannot_be_read_is_tried_by_one_request_at_a_time(make, monkeypatch):
+    """As behind a firewall that lets control messages pass: each of its prompts waited for ``transfer_timeout``."""
+    source = make(Source)
+    source.table.add(export(kind=LeaseKind.RETAINED))
+    asker = make(Asker, transfer_timeout=30.0)
+    later = [0.0]
+    monkeypatch.setattr(lease_client, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + later[0]))
+
+    def granted(**fields) -> bool:
+        got = asker.answer(source.address, **fields)
+        if isinstance(got, LookupMiss):
+            assert got.code == "unreachable" and "NIXL's last read" in got.reason
+            return False
+        asker.peers.release(got, done=False)
+        return True
+
+    assert granted() and granted()
+    for _ in range(2):
+        asker.peers.unreadable("source/1")
+        assert asker.peers.known(source.address, "source/1") is None, "nor is it read before the lease is granted"
+        assert [granted() for _ in range(3)] == [True, False, False]
+        asker.peers.unreadable("source/1")
+        assert not granted() and granted(prefer_mapped=True)
+        later[0] += 31.0
+    assert granted() and not granted()
+    asker.peers.readable("source/1")
+    assert granted() and granted()
+    for n in range(2 * MAX_PEERS_REMEMBERED):  # engines come and go
+        asker.peers.unreadable(f"other/{n}")
+    assert len(asker.peers._unreadable) == MAX_PEERS_REMEMBERED
 
 
 def test_lease_client_option_nixl_refuses_what_only_maps(make):

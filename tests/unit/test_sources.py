@@ -9,7 +9,7 @@ from source_fakes import all_sources, load_context, load_results
 from support import make_request
 from vllm.v1.request import RequestStatus
 
-from vllm_kvtier.jobs.results import FetchResult, LoadResult
+from vllm_kvtier.jobs.results import FetchResult, LoadResult, PullResult
 from vllm_kvtier.scheduler.matching.request_lifecycle import RequestLifecycle, State
 from vllm_kvtier.scheduler.matching.request_matcher import RequestMatcher
 from vllm_kvtier.scheduler.sources import job_builder
@@ -167,6 +167,21 @@ def test_late_result_of_other_source_is_ignored():
     assert not peers._backoff_until
     PeerGpuSource.on_load_failed(peers, request, fetched)
     assert list(peers._backoff_until) == ["innocent"]
+    read = PullResult("r", {1}, True, "no", 0, 0.1, unreadable=True)
+    PrefillHandoffSource.on_load_failed(SimpleNamespace(), request, read)
+
+
+def test_lease_client_hears_whether_nixl_can_read_an_engine(world):
+    source, calls = PrefillHandoffSource(world.load), []
+    source._lease_client = SimpleNamespace(
+        unreadable=lambda instance: calls.append(("no", instance)), readable=lambda instance: calls.append(instance)
+    )
+    state = SimpleNamespace(hit=SimpleNamespace(instance="a/1", mapped=False), num_external_tokens=16)
+    source.on_load_failed(state, PullResult("r", {1}, True, "wrong", 0, 0.1, checksum_mismatch=True))
+    assert not calls
+    source.on_load_failed(state, PullResult("r", {1}, True, "no", 0, 0.1, unreadable=True))
+    source.on_loaded(state)
+    assert calls == [("no", "a/1"), "a/1"]
 
 
 def test_sixth_source_with_holds_hit_keeps_lease_until_beaten(world):

@@ -130,7 +130,7 @@ def test_pulls_transport_faults_fail_and_next_pull_reconnects(fault, words, capl
     for _ in range(3):
         result = pair.run(pair.order(pull_of([5, 6], [3, 4])))
         assert result.failed and words in result.reason
-        assert result.checksum_mismatch == (fault == "corrupt")
+        assert result.checksum_mismatch == (fault == "corrupt") and result.unreadable == (fault == "fails")
         assert result.bad_blocks == ({5} if fault == "corrupt" else {5, 6})
     assert not pair.transport.running and not pair.pulls.active
     assert caplog.text.count("logged once") == 1
@@ -230,6 +230,7 @@ def test_pulls_stuck_read_is_reported_after_agent_ended(clock, fault, words, cap
             break
     [result] = results
     assert result.failed and words in result.reason and result.bad_blocks == {5} and not pair.pulls.active
+    assert result.unreadable
 
 
 def test_pulls_timed_out_read_may_end_later(clock):
@@ -269,7 +270,7 @@ def test_pulls_of_others_end_or_fail_with_a_failed_agent(clock, polls, right):
             if result.failed:
                 assert not pair.transport.late_data()
             results[result.request_id] = result
-    assert results["bad"].failed and results["bad"].bad_blocks == {6}
+    assert results["bad"].unreadable and results["bad"].bad_blocks == {6} and not results["other"].unreadable
     assert not results["next"].failed and pair.equal(7, 3) and pair.transport.agent == 2
     assert results["other"].failed != right and (right or "another had failed" in results["other"].reason)
     assert pair.equal(5, 3) == right and not pair.pulls.active

@@ -18,6 +18,7 @@ class PullResult:
     seconds: float
     checksum_mismatch: bool = False  # the reason of the failure
     load_id: int = 0  # of its job
+    unreadable: bool = False  # NIXL's read failed, or did not end in time
 
     @property
     def num_corrupt(self) -> int:

@@ -84,6 +84,7 @@ class LeaseClient(LeaseConnections[_Connection]):
         # A followed prefill gives up without an answer for as long as a transfer may take.
         self._heartbeat_seconds = min(config.lease_seconds, config.transfer_timeout) / 3
         self._unmappable: dict[str, None] = {}  # instances
+        self._unreadable: dict[str, float] = {}  # instance -> time from which another request may try
         self._kept: Mapping[str, tuple[Address, str]] = {}  # see ``keep_exports``
         self._keeping: Timer | None = None
         self.steps: Callable[[], int] = itertools.count().__next__  # number of those that vLLM has scheduled
@@ -182,11 +183,21 @@ class LeaseClient(LeaseConnections[_Connection]):
         welcome, reach = connection.welcome, connection.reach  # the reactor sets ``reach`` last
         if welcome is None or reach is None or welcome.instance != instance or connection.lost is not None:
             return None
+        if instance in self._unreadable:
+            return None
         return welcome.ranks if self._path(instance, reach, False) is ReadPath.DIRECT else None
 
     def unmappable(self, instance: str) -> None:
         """The workers cannot map this engine's memory: from now on it is read by NIXL, if at all."""
         remember_peer(self._unmappable, instance, None)
+
+    def unreadable(self, instance: str) -> None:
+        """The workers' last read by NIXL failed, or did not end in time, though the engine answers. Until ``readable``
+        one request in ``transfer_timeout`` tries again: the others would wait for as long as that."""
+        remember_peer(self._unreadable, instance, self._unreadable.get(instance, 0.0))
+
+    def readable(self, instance: str) -> None:
+        self._unreadable.pop(instance, None)
 
     def _path(self, instance: str, reach: Reach, prefer_mapped: bool) -> ReadPath | None:
         """The path by which this engine is read; None: by none."""
@@ -354,6 +365,9 @@ class LeaseClient(LeaseConnections[_Connection]):
         if not request.export and max(request.partial_up_to, len(request.block_hashes) * size) <= request.start:
             self._set_outcome(pending, LookupMiss(Refusal.NOTHING.value, "no whole block of the prompt lacks"))
             return
+        if path is not ReadPath.MAPPED and self._unreadable.get(welcome.instance, 0.0) > time.monotonic():
+            self._set_outcome(pending, LookupMiss("unreachable", "NIXL's last read from it failed or took too long"))
+            return
         pending.path = path
         connection.asked[pending.request.lookup_id] = pending
         request = msgspec.structs.replace(
@@ -389,6 +403,8 @@ class LeaseClient(LeaseConnections[_Connection]):
         leased = self._leased(connection, granted, pending)
         connection.leases.add(granted.lease)
         self._keep_alive(connection, self._heartbeat_seconds)
+        if leased.path is not ReadPath.MAPPED and leased.instance in self._unreadable:
+            self._unreadable[leased.instance] = time.monotonic() + self._config.transfer_timeout
         if isinstance(pending, FollowedLease):
             self._granted_stretch(connection, pending, leased)
             return

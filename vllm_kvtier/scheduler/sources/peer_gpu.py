@@ -161,7 +161,7 @@ class PeerGpuSource(PeerLeaseSource):
 
     def on_loaded(self, state: RequestState) -> None:
         self._counters.count("fetched_tokens", "", state.num_external_tokens)
-        self._remember_mapped(state.hit)
+        self._remember_read(state.hit)
 
     def on_load_failed(self, state: RequestState, result: Result) -> None:
         instance = state.hit.instance

@@ -158,15 +158,19 @@ class PeerLeaseSource(KVSource):
 
     def on_loaded(self, state: RequestState) -> None:
         self._counters.count("pulled_tokens", self.name, state.num_external_tokens)
-        self._remember_mapped(state.hit)
+        self._remember_read(state.hit)
 
-    def _remember_mapped(self, hit: LookupHit) -> None:
+    def _remember_read(self, hit: LookupHit) -> None:
         if hit.mapped:
             self._context.sync_load.mapped(hit.instance)
+        else:
+            self._lease_client.readable(hit.instance)
 
     def on_load_failed(self, state: RequestState, result: Result) -> None:
         if state.hit.mapped and getattr(result, "unmappable", ""):
             self._lease_client.unmappable(state.hit.instance)
+        if not state.hit.mapped and getattr(result, "unreadable", False):
+            self._lease_client.unreadable(state.hit.instance)
 
     def cancel(self, pending: PendingLookup) -> None:
         self._lease_client.cancel(pending.answer)

@@ -69,6 +69,7 @@ class _Pull:
     began: float = 0.0  # to read, last
     rereads: int = 0
     many_reads: bool | None = None  # None: not counted yet
+    unreadable: bool = False  # see PullResult
 
     @property
     def bytes(self) -> int:
@@ -230,6 +231,7 @@ class Pulls:
                 pull.read.begin_check()
             elif state is TransferState.FAILED:
                 pull.stage, pull.reason = Stage.FAILED, f"the read from {pull.job.instance} failed"
+                pull.unreadable = True
                 self._begin_retiring(now)
             elif now >= pull.deadline:
                 self._begin_retiring(now)
@@ -274,8 +276,8 @@ class Pulls:
     def _end_agent(self, now: float) -> None:
         for pull in self._pulls:
             if pull.stage is Stage.READING:
-                late, timeout = now >= pull.deadline, f"did not end within {pull.job.timeout:g} s"
-                why = timeout if late else "did not end in time after another had failed"
+                pull.unreadable, timeout = now >= pull.deadline, f"did not end within {pull.job.timeout:g} s"
+                why = timeout if pull.unreadable else "did not end in time after another had failed"
                 pull.stage, pull.reason = Stage.FAILED, f"the read from {pull.job.instance} {why}"
             if pull.stage is Stage.FAILED:
                 pull.stage = Stage.RETIRING
@@ -319,7 +321,7 @@ class Pulls:
             pull.read.close()
         self._log_once(pull.job.instance, reason)
         result = failed_result(pull.job, reason, time.monotonic() - pull.started)
-        result.bytes = pull.bytes
+        result.bytes, result.unreadable = pull.bytes, pull.unreadable
         return result
 
     def _log_once(self, instance: str, reason: str) -> None:
