@@ -19,6 +19,8 @@ from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.jobs.transfer_jobs import GroupLoad, LoadJob, StoreJob
 from vllm_kvtier.store import protocol as m
 from vllm_kvtier.store.client import StoreClient
+from vllm_kvtier.store.memory import client_mapping
+from vllm_kvtier.store.memory.client_mapping import PoolMapping
 from vllm_kvtier.store.options import StoreOptions
 from vllm_kvtier.store.server.server import StoreServer
 from vllm_kvtier.wire.reactor import Reactor
@@ -148,11 +150,17 @@ def world(clock):
     return made
 
 
-def test_store_memory_that_found_no_descriptor_is_mapped_later(world, caplog):
-    world.refuse = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-    world.client.send("a", MIB, MIB)
-    assert "Too many open files" in world.pool.reason and "Traceback" not in caplog.text
-    world.refuse = None
+@pytest.mark.parametrize("found_by", ["dup", "mmap"])  # Python's mmap duplicates the descriptor once more
+def test_store_memory_that_found_no_descriptor_is_mapped_later(world, caplog, monkeypatch, found_by):
+    def fails(*_):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(client_mapping.mmap, "mmap", fails)
+        mapped = lambda: PoolMapping(os.open("/dev/null", os.O_RDONLY), 0, "a")  # noqa: E731
+        patch.setattr(world.client, "open_pool", fails if found_by == "dup" else mapped)
+        world.client.send("a", MIB, MIB)
+        assert "Too many open files" in world.pool.reason and "Traceback" not in caplog.text
     world.turns.all()
     assert world.pool.registered_pages == MIB // PAGE and world.pool.reason == ""
 

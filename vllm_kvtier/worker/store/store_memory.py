@@ -201,7 +201,7 @@ class StoreMemory:
             if mapping is not None:
                 mapping.close()
             self._refused, self.reason = instance, f"the node store's memory cannot be used: {error}"
-            if isinstance(error, OSError):
+            if isinstance(error.__cause__ or error, OSError):
                 logger.warning("kvtier: store memory: %s; it is tried again in %.0f s", self.reason, REFUSED_SECONDS)
                 self._reactor.call_later(REFUSED_SECONDS, self._map_again)
             elif isinstance(error, KVTierError):
