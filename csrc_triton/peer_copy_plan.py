@@ -24,6 +24,7 @@ ROW, IDENTICAL_LAYOUT = len(ROW_FIELDS), 1
 SEGMENT = 16
 # Columns of the table of program starts [programs, 4]: segment, group in it, tile, number of tiles.
 START = 4
+MANY = 1 << 30  # cells: more than any region has
 # Rows of one part's group are padded to a multiple of this, which every ROWS divides.
 PAD = 8
 
@@ -105,7 +106,9 @@ def plan(regions: np.ndarray, shape: Shape = SHAPE) -> list[Kind]:
         columns, rows = shape.tile(r["words"])
         flags = {
             "ROWS": rows, "COLUMNS": columns, "LANES": min(columns, 32 * shape.warps * (2 if pairs else 1)),
-            "CELL": r["cell_words"], "TOKENS": r["tokens"], "CELL_TOKENS": r["cell_tokens"], "WORD": r["word"],
+            # Of one outer index any number is right that is not less, and each number would be a kernel to compile.
+            "CELL": r["cell_words"], "TOKENS": r["tokens"] if outer > 1 else MANY, "CELL_TOKENS": r["cell_tokens"],
+            "WORD": r["word"],
             "TARGET_DENSE": target_dense, "SOURCE_DENSE": source_dense, "SPLIT": split, "PAIRS": pairs,
         }  # fmt: skip
         line_words = r["cell_words"] * r["tokens"]

@@ -1,6 +1,7 @@
 """The kernel that copies from other GPUs' caches against the plain reference, bit for bit: any layouts on both sides,
 any numbers of ranks, several sources at once; and that whatever is wrong shows, in exactly these blocks."""
 
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -14,6 +15,8 @@ from peer_engines import Layer, Layout
 from vllm_kvtier.kernels import peer_copy, peer_copy_plan
 
 from vllm_kvtier.shapes.tp_mapping import map_source_ranks
+from vllm_kvtier.wire.geometry import CacheGeometry, GroupView, Region
+from vllm_kvtier.wire.messages import HeadRange, RankInfo
 from vllm_kvtier.worker.device.cuda_driver import Driver
 from vllm_kvtier.worker.peer_fetch.kernel_args import Batch, GroupTable, max_words, pack, room
 
@@ -292,6 +295,22 @@ def test_peer_copy_of_too_many_page_kinds_is_refused():
     GroupTable(replace(part, regions=part.regions[:64]), *where)
     with pytest.raises(ValueError, match="65 kinds"):
         GroupTable(part, *where)
+
+
+def test_peer_copy_from_larger_blocks_compiles_few_kernels():
+    """Each takes about a second, for which all other pulls of the engine wait; there was one for each number of tokens
+    before or behind those of our block."""
+
+    def group(tokens):
+        region = Region("l", 1 << 20, 8 * tokens * 512, 8, tokens * 512, 0, tokens, 512, 512)
+        return GroupView(0, tokens, "full", None, (region,))
+
+    heads = (HeadRange(0, 8),)
+    info = RankInfo(0, "a", b"", "VRAM", 0, 9, (group(256),), CacheGeometry((), sys.byteorder), 1 << 30, heads)
+    [part] = map_source_ranks((group(16),), heads, 0, [info])
+    where = (9, 1 << 30, lambda a, n: a, torch.device("cpu"), peer_copy_plan.SHAPE)
+    flags = {kind.flags for each in part.groups for kind in GroupTable(each, *where).kinds}
+    assert len(part.groups) == 16 and len(flags) == len({dict(f)["COLUMNS"] for f in flags})
 
 
 def test_peer_copy_without_triton_raises(monkeypatch):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from vllm_kvtier.kernels.peer_copy_plan import MANY
 
 pytest.importorskip("triton")
 
@@ -17,8 +18,9 @@ from triton.compiler import ASTSource, compile
 from vllm_kvtier.kernels import peer_copy as peer, peer_copy_plan as peer_plan
 
 columns, rows = {tile}
-flags = dict(SUM=True, ROWS=rows, COLUMNS=columns, LANES=min(columns, 64 * peer_plan.SHAPE.warps), CELL=64, TOKENS=16,
-             CELL_TOKENS=1, WORD=8, TARGET_DENSE={dense}, SOURCE_DENSE={dense}, SPLIT=False, PAIRS=True)
+flags = dict(SUM=True, ROWS=rows, COLUMNS=columns, LANES=min(columns, 64 * peer_plan.SHAPE.warps), CELL=64,
+             TOKENS={tokens}, CELL_TOKENS=1, WORD=8, TARGET_DENSE={dense}, SOURCE_DENSE={dense}, SPLIT=False,
+             PAIRS=True)
 names = ["work_ptr", "acc_ptr", "segments", "starts", *flags]
 signature = dict(zip(names, ["*i64", "*i64", "i32", "i32"] + ["constexpr"] * len(flags)))
 source = ASTSource(peer._move, signature, {{(names.index(k),): v for k, v in flags.items()}},
@@ -29,9 +31,9 @@ print("CUBIN", compiled.asm["cubin"].hex())
 """
 
 
-def compiled(tile, dense) -> tuple[str, bytes]:
+def compiled(tile, dense, tokens) -> tuple[str, bytes]:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    text = COMPILE.format(tile=tile, dense=dense)
+    text = COMPILE.format(tile=tile, dense=dense, tokens=tokens)
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, env=environment)
     if "NVIDIA" in done.stderr and "ptxas" in done.stderr:
         pytest.skip("this Triton brings no ptxas")
@@ -40,10 +42,10 @@ def compiled(tile, dense) -> tuple[str, bytes]:
     return ptx, bytes.fromhex(cubin.strip())
 
 
-@pytest.mark.parametrize("dense", [True, False])
+@pytest.mark.parametrize("dense, tokens", [(True, 16), (False, 16), (False, MANY)])
 @pytest.mark.parametrize("tile", [(4096, 1), (1024, 4), (512, 8)])
-def test_peer_copy_code_uses_16_byte_accesses_without_spills(tile, dense):
-    ptx, cubin = compiled(tile, dense)
+def test_peer_copy_code_uses_16_byte_accesses_without_spills(tile, dense, tokens):
+    ptx, cubin = compiled(tile, dense, tokens)
     tiles = tile[0] * tile[1] * 8 // 16 // (32 * 16)  # of 16 bytes, a thread
     pages = re.findall(r"ld\.global\.cg[.\w]*", ptx)
     assert pages == ["ld.global.cg.v2.b64"] * (2 * tiles), "the first tile and the next one"
