@@ -176,6 +176,21 @@ def test_unavailable_decode_engine_gets_no_request_while_others_are_full():
     assert w.router.choose_decode(Prompt(ONCE, 5), None, True) == (None, 0)
 
 
+def test_prompt_is_not_looked_up_while_all_engines_are_full(monkeypatch):
+    """A request that waits asks whenever another one ends: 131,072 tokens took 10 ms at each of the engines, while all
+    streams waited."""
+    w = KVWorld(p=(1.0, 1.0), d=(1.0, 1.0), engine_requests=1)
+    looked_up = []
+    monkeypatch.setattr(BlockIndex, "prefix", lambda index, prompt: looked_up.append(index) or [0] * len(Tier))
+    for engine in (*w.p, *w.d):
+        w.has(engine, 100)
+    held = [EngineSlot(engine) for engine in (*w.p, *w.d)]
+    ask = Prompt(ONCE, 1000, PromptTokens([1] * 1000, "salt"))
+    assert w.router.choose_decode(ask, None, True) == w.router.choose_prefill(ask) == (None, 0) and not looked_up
+    held[-1].release()
+    assert w.router.choose_decode(ask, None, True).engine is w.d[1] and looked_up
+
+
 def test_sources_are_live_holders():
     w = World()
     route = ConversationRoute((Holder(1, 0), Holder(0, 0)))

@@ -42,13 +42,14 @@ class Router:
 
     def choose_decode(self, prompt: Prompt, route: ConversationRoute | None, prefilled: bool) -> Choice | None:
         """The decode engine; None if none is open. ``prefilled``: a prefill engine computes the prompt."""
-        ranked = self.rank_decode(prompt, route, prefilled)
-        if not ranked:
-            return None
+        candidates = [engine for engine in self._fleet.decode if engine.open]
         # Unavailable engines get requests only if all are unavailable, not if the others are full.
-        healthy = [engine for engine in ranked if engine.healthy] or ranked
-        engine = next((engine for engine in healthy if not engine.full), None)
-        return Choice(engine, 0 if engine is None or prefilled else self.policy.expect(prompt)(engine).uncached)
+        usable = [engine for engine in candidates if engine.healthy] or candidates
+        free = [engine for engine in usable if not engine.full]
+        if not free:  # a request that waits asks at the end of each other one: its prompt is not looked up
+            return Choice(None) if usable else None
+        engine = next(engine for engine in self.rank_decode(prompt, route, prefilled) if engine in free)
+        return Choice(engine, 0 if prefilled else self.policy.expect(prompt)(engine).uncached)
 
     def rank_decode(self, prompt: Prompt, route: ConversationRoute | None, prefilled: bool = False) -> list[Engine]:
         """All open decode engines, best first."""
