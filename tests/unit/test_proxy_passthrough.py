@@ -255,6 +255,7 @@ async def test_passthrough_stream_is_not_buffered():
         got = []
         async for chunk in reply.aiter_raw():
             got.append(chunk)
+            assert c.core.decode[0].tokens == 0, "its prompt is computed"
             c.d[0].gate.release()
         await reply.aclose()
         assert len(got) >= c.d[0].chunks and reply.headers["x-accel-buffering"] == "no"

@@ -232,6 +232,7 @@ class Passthrough(EngineRequest):
             if reply.status == 200 and (is_stream(reply) or not length.isdigit() or int(length) > _MAX_WHOLE_BYTES):
                 answer = Answer(200, forwarded_headers(reply, stream=is_stream(reply)), reply=reply, slot=slot)
                 answer.pieces = self._relay(reply, answer)
+                slot.prompt_computed()
                 return answer
             return forwarded(reply, await reply.read(config.max_body_bytes, timeout, self._held))
         finally:
