@@ -331,6 +331,11 @@ def test_doctor_unwritable_disk_fails(tmp_path, call, code, cause):
     assert cause in check.message and str(tmp_path) in check.message
 
 
+def test_doctor_disk_below_a_folder_of_another_user_fails(tmp_path, monkeypatch):
+    monkeypatch.setattr(Path, "exists", lambda path: BadDisk("open", errno.EACCES).open(str(path), 0))
+    assert "may not write to" in only(disk.disk(tmp_path, GIB), "fail").message
+
+
 def test_doctor_writable_disk_is_ok_and_left_clean(tmp_path):
     mounts = tmp_path / "mounts"
     mounts.write_text("/dev/x / ext4 rw 0 0\n")

@@ -17,11 +17,11 @@ def disk(folder: Path, size: int, files: Files | None = None, mounts: Path = Pat
     """``size``: maximum bytes of the tier. ``files``: tests pass a disk that fails."""
     files, name = files or Files(), f"disk {folder}"
     parent = folder
-    while not parent.exists() and parent != parent.parent:
-        parent = parent.parent
-    if not parent.is_dir():
-        return [fail(name, f"{parent} is not a directory", "choose a directory, on a local SSD")]
     try:
+        while not parent.exists() and parent != parent.parent:
+            parent = parent.parent
+        if not parent.is_dir():
+            return [fail(name, f"{parent} is not a directory", "choose a directory, on a local SSD")]
         fd = files.open(str(parent), os.O_TMPFILE | os.O_RDWR)
     except OSError as error:
         return [_unwritable(name, parent, error)]
