@@ -316,14 +316,27 @@ async def test_passthrough_non_idempotent_request_is_not_retried(path):
         assert (await c.client.post(path, json={})).json()["engine"] == other.name
 
 
-async def test_passthrough_engine_error_tries_another_and_keeps_engine_available():
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/responses"])
+async def test_passthrough_engine_error_tries_another_and_keeps_engine_available(path):
+    """An engine that is shut down with --shutdown-timeout answers so until it ends, and is the idlest of all."""
     async with Cluster(p=0, d=2) as c:
         c.d[0].status = 500
         c.core.decode[1].weighted_picks = 1e9
-        assert (await c.client.post("/v1/embeddings", json={})).json()["engine"] == "D1"
-        assert c.core.decode[0].healthy
-        c.d[1].status = 500
-        assert (await c.client.post("/v1/embeddings", json={})).json()["error"]["message"].endswith("says 500")
+        made = (await c.client.post(path, json={})).json()
+        assert made["engine"] == "D1" and c.core.decode[0].healthy
+        c.d[0].status, c.d[1].status = 200, 500
+        if path == "/v1/responses":  # which D0 does not have
+            reply = await c.client.post(path, json={"previous_response_id": made["id"]})
+            assert reply.status_code == 500 and not c.d[0].passed[1:]
+        c.d[0].status = 500
+        assert (await c.client.post(path, json={})).json()["error"]["message"].endswith("says 500")
+
+
+async def test_passthrough_error_of_extra_route_is_the_answer():
+    async with Cluster(p=0, d=2, extra_routes=("/custom",)) as c:
+        c.d[0].status = 500
+        c.core.decode[1].weighted_picks = 1e9
+        assert (await c.client.post("/custom", json={})).status_code == 500 and not c.d[1].passed
 
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])

@@ -208,7 +208,9 @@ class Passthrough(EngineRequest):
                     message = "The engine failed; it is not known whether it executed the request."
                     return refusal(502, message, "upstream_error")
                 continue
-            if answer.status < 500 or not self._idempotent:
+            # An error is an outcome, other than a broken connection; clients would send it again as well.
+            repeatable = self._idempotent or (self._incoming.path == "/v1/responses" and self._response is None)
+            if answer.status < 500 or not repeatable:
                 self._trace |= {"engine": engine.url, "attempts": attempt + 1}
                 return answer
             last_error = answer
