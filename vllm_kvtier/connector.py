@@ -93,6 +93,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._limits_hits = False
         self._drafts = False  # whether drafts of a step may write KV behind its forward
         self._saved: StepMetadata | None = None  # of the step whose KV is all launched
+        self._caught: BaseException | None = None  # that a caller handles while the step runs
         if role is KVConnectorRole.SCHEDULER:
             self._set_failure_policy(vllm_config.kv_transfer_config)
             if idle and self._info.prefix_caching:
@@ -323,6 +324,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         """vLLM (0.25.1 to 0.33) calls this before it launches a step's forward, and after it launched all kernels that
         initialize the step's new blocks."""
         super().bind_connector_metadata(connector_metadata)
+        self._caught = sys.exc_info()[1]
         if self._worker is not None and isinstance(connector_metadata, StepMetadata):
             self._worker.begin(connector_metadata.work)
 
@@ -366,6 +368,10 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         if metadata is not None and metadata is self._collected:  # called again after an error: vLLM has these results
             return
         self._step = None  # even after an error no result is reported twice
+        # The forward raised: vLLM collects nevertheless, and ends. What it was to write is no KV: it must not get into
+        # a store, which outlives the engine, or to peers.
+        if sys.exc_info()[1] is not self._caught:
+            return
         work = metadata.work if isinstance(metadata, StepMetadata) else StepWork(-1)
         drafts_follow = self._drafts and self._saved is not metadata and not work.idle
         self._step = self._worker.end_step(work, drafts_follow)

@@ -9,6 +9,7 @@ import torch
 from pull_fakes import Pair, batch_of, pull_of
 from support import Uncontained
 from test_connector_worker import half  # noqa: F401
+from vllm.v1.worker import kv_connector_model_runner_mixin as runner
 from worker_halves import contain_with
 
 from vllm_kvtier.connector import KVTierConnector
@@ -77,7 +78,9 @@ class Engine:
         self.half, self.connector = half, object.__new__(KVTierConnector)
         self.connector._worker, self.connector.containment = half, Uncontained()
         self.connector._step, self.connector._collected = StepResults(), None
-        self.connector._drafts, self.connector._saved = False, None
+        self.connector._drafts = False
+        self.connector._saved = self.connector._caught = self.connector._scheduler = None
+        self.connector.counters = Counters()
 
     def with_store_and_peers(self):
         """They only take orders: "begun" has the names, and how much had been launched before their fence."""
@@ -290,3 +293,28 @@ def test_sync_loads_wait_for_work_launched_before(engine):
     engine.connector.bind_connector_metadata(StepMetadata(work))
     engine.connector.start_load_kv(None)
     assert begun == [1]
+
+
+def test_step_whose_forward_raises_is_not_ended(engine, monkeypatch):
+    """The model runner collects its results nevertheless. What it should have written would be stored, and outlive the
+    engine."""
+    monkeypatch.setattr(runner, "get_kv_transfer_group", lambda: engine.connector)
+    monkeypatch.setattr(runner, "has_kv_transfer_group", lambda: True)
+    monkeypatch.setattr(runner, "get_forward_context", lambda: None)
+    ended = []
+    engine.half.end_step = lambda work, drafts_follow: ended.append(work.step)
+
+    def step(number):
+        metadata = StepMetadata(StepWork(number))
+        output = SimpleNamespace(kv_connector_metadata=metadata, has_sync_kv_loads=False, finished_req_ids=set())
+        return runner.KVConnectorModelRunnerMixin.maybe_get_kv_connector_output(output)
+
+    with pytest.raises(MemoryError), step(1):
+        raise MemoryError
+    assert ended == []
+    try:
+        raise KeyError
+    except KeyError:  # in whose handler the user's program generates
+        with step(2):
+            pass
+    assert ended == [2]
