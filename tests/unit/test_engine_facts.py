@@ -95,6 +95,13 @@ def test_engine_info_with_elastic_expert_parallelism_is_unsupported(configure):
     assert "elastic-ep" in engine_info(config, cache(FULL)).unsupported
 
 
+def test_engine_info_with_fault_tolerance_is_unsupported(configure):
+    """After a failed step vLLM goes on: what that should have written would be stored with the next one."""
+    config = configure()
+    config.parallel_config.enable_fault_tolerance = True
+    assert "fault-tolerance" in engine_info(config, cache(FULL)).unsupported
+
+
 @pytest.mark.parametrize(("ranks", "works"), [(1, True), (2, False)])
 def test_engine_info_with_a_scheduler_for_each_rank_is_unsupported(configure, ranks, works):
     """They schedule alike only if nothing depends on when an answer arrives."""

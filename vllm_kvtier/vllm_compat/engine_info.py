@@ -184,6 +184,9 @@ def _unsupported(vllm_config: Any, kv_cache_config: Any, context_parallel: str) 
     # When ranks come or go, vLLM captures graphs, those of a new engine after its scheduler was made.
     if parallel.enable_elastic_ep:
         return "graphs are captured while it serves (--enable-elastic-ep): KV is neither pulled, stored nor loaded"
+    # What a failed step should have written is not there, and would be stored.
+    if value(parallel, "ParallelConfig.enable_fault_tolerance"):
+        return "steps may fail (--enable-fault-tolerance): KV is neither pulled, stored nor loaded"
     # Each would hear of only its own rank, and of answers at another time: ranks must schedule alike.
     if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
         return "each rank has a scheduler (external_launcher): KV is neither pulled, stored nor loaded"

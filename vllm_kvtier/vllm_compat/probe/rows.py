@@ -108,6 +108,7 @@ ROWS: tuple[Row, ...] = (
         optional={
             "vllm.config:VllmConfig.num_prefill_lookahead_tokens": Absence(1, since=(0, 32, 0)),
             "vllm.config:VllmConfig.aux_output_config": Absence(None, since=(0, 31, 0)),
+            "vllm.config:ParallelConfig.enable_fault_tolerance": Absence(False, since=(0, 32, 0)),
         },
         fields={
             "vllm.config:VllmConfig": "instance_id kv_transfer_config parallel_config model_config scheduler_config "
