@@ -5,7 +5,7 @@ import asyncio
 import random
 
 import pytest
-from engine_client import Driver, random_tokens, with_sources
+from engine_client import Driver, Reply, random_tokens, with_sources
 from engine_fixtures import BLOCK, ENGINE_FLAGS, SHORT, TESTS_ON_PATH, start_missing
 from faults import VARIABLE, FaultFile
 from test_following import params_of, read_early, until_reading
@@ -51,6 +51,12 @@ async def pair(engines, driver):
 async def loads(driver: Driver, d: Engine, outcome: str = "ok") -> float:
     await driver.ask(d, [300, 301], 1)  # counters leave with the next step
     return await driver.metric(d, SYNCHRONOUS, f'kind="{outcome}"')
+
+
+async def all_right(driver: Driver, prompts: list[list[int]], replies: list[Reply]) -> None:
+    """Long answers are computed together."""
+    pairs = zip(prompts, replies, strict=True)
+    await asyncio.gather(*(driver.assert_right(reply, prompt, len(prompt)) for prompt, reply in pairs))
 
 
 async def hand_off(driver: Driver, p: Engine, d: Engine, prompt: list[int], way: str, max_tokens: int = 8):
@@ -196,8 +202,7 @@ async def test_synchronous_handoffs_beside_generating_requests(pair, engines, dr
     await driver.until(all_generate, 10.0, "three requests run")
     replies = [await driver.ask(d, prompt, 8, firsts[number].params) for number, prompt in enumerate(prompts)]
     assert not any(task.done() for task in others), "the others generate all the time"
-    for prompt, reply in zip([*generating, *prompts], [*(await asyncio.gather(*others)), *replies], strict=True):
-        await driver.assert_right(reply, prompt)
+    await all_right(driver, [*generating, *prompts], [*await asyncio.gather(*others), *replies])
     assert [reply.pulled for reply in replies] == [0 if number in (1, 4) else 100 for number in range(6)]
     after = [await loads(driver, d, outcome) for outcome in ("ok", "failed")]
     ok, failed = [a - b for a, b in zip(after, before, strict=True)]
@@ -217,8 +222,7 @@ async def test_many_handoffs_that_preempt_each_other_are_right(pair, driver):
         return await driver.ask(d, prompt, 300, firsts[number].params if number < len(firsts) else None)
 
     replies = await asyncio.gather(*(one(number, prompt) for number, prompt in enumerate(prompts)))
-    for prompt, reply in zip(prompts, replies, strict=True):
-        await driver.assert_right(reply, prompt, len(prompt))
+    await all_right(driver, prompts, replies)
     assert await driver.metric(d, "vllm:num_preemptions_total") > before
     await driver.until_no_exports(p, 20.0)
 

@@ -117,12 +117,14 @@ def _filled(name, p, live, g):
     return torch.randn(p.shape, generator=g) * (SHARP.get(leaf, 1.0) / math.sqrt(fan_in))
 
 
-def build(kind: str, out: Path, tokenizer: Path, seed: int = 0, words: bool = False) -> Path:
-    """Write the model's directory; ``tokenizer``: where its tokenizer's files are; ``words``: see the module."""
+def build(kind: str, out: Path, tokenizer: Path, seed: int = 0, words: bool = False, **changes) -> Path:
+    """Write the model's directory; ``tokenizer``: where its tokenizer's files are; ``words``: see the module;
+    ``changes``: of its configuration's arguments."""
     import torch
     import transformers
 
     model_class, config_class, args, dtype = MODELS[kind]
+    args = {**args, **changes}
     out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(seed)
     model = getattr(transformers, model_class)(getattr(transformers, config_class)(**args)).to(torch.float32)
