@@ -53,7 +53,7 @@ class World:
     def __init__(self, life: State, **state):
         RequestLifecycle.violations = 0
         peers = SimpleNamespace(
-            release=lambda *_: None, cancel=lambda *_: None, drop=lambda *_: None,
+            release=lambda *_: None, cancel=lambda *_: None, drop=lambda *_: None, readable=lambda _: None,
             ask=lambda address, _, rehash=None, **ask: PendingLease(
                 address, m.LeaseRequest(1, "", **ask), time.monotonic() + 2),
         )  # fmt: skip

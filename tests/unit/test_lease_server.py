@@ -188,7 +188,8 @@ def test_lease_revoked_blocks_are_served_until_reader_releases(make):
     assert not source.table.has_freed(), "it is being read"
     source.table.revoke(0.0)
     assert sum(source.table.take_freed(), []) == list(range(1, 9))
-    assert source.leases() == 1 and source.serving == [True]
+    eventually(lambda: source.serving == [True])
+    assert source.leases() == 1
     source.table.revoke(1e9)  # there is nothing to wait for any more
     asker.peers.release(offer, True)
     eventually(lambda: source.serving == [True, False])
@@ -294,7 +295,7 @@ def test_lease_granted_after_timeout_or_cancel_is_released(make):
 
 
 def test_lease_client_waits_once_for_hung_peer(make):
-    source, asker = make(Source), make(Asker, lookup_timeout=0.3)
+    source, asker = make(Source), make(Asker, lookup_timeout=1.0)
     assert asker.answer(source.address).code == "no_matching_blocks"
     hangs, go = threading.Event(), threading.Event()
     source.reactor.call_soon(lambda: (hangs.set(), go.wait(30)))
@@ -303,7 +304,7 @@ def test_lease_client_waits_once_for_hung_peer(make):
         assert asker.answer(source.address).code == "timeout"
         begin = time.monotonic()
         assert asker.answer(source.address).code == "timeout"
-        assert time.monotonic() - begin < 0.2
+        assert time.monotonic() - begin < 0.8
     finally:
         go.set()
 
