@@ -1,14 +1,21 @@
 """Marks on the engine's stream: what waits for them, and what of vLLM's work they stand for."""
 
+import contextlib
 import ctypes
+import time
 from types import SimpleNamespace
 
+import decode_harness as dh
 import numpy as np
 import pytest
 import torch
 from pull_fakes import Pair, batch_of, pull_of
-from support import Uncontained
+from store_process import Store
+from support import Uncontained, eventually
 from test_connector_worker import half  # noqa: F401
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import init_none_hash
+from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.worker import kv_connector_model_runner_mixin as runner
 from worker_halves import contain_with
 
@@ -318,3 +325,31 @@ def test_step_whose_forward_raises_is_not_ended(engine, monkeypatch):
         with step(2):
             pass
     assert ended == [2]
+
+
+@pytest.mark.parametrize("stored", [41, 0])
+def test_blocks_of_a_forward_that_raised_are_not_in_the_store(root, run_dir, monkeypatch, stored):
+    monkeypatch.setattr(EngineCore, "add_request", EngineCore.add_request)
+    monkeypatch.setattr(EngineCoreProc, "_notify_idle_state_callbacks", EngineCoreProc._notify_idle_state_callbacks)
+    init_none_hash(sha256)
+    store = Store(run_dir)
+    store.start("--size=64MiB")
+    engine = dh.Engine(dh.Calls(), store, root, monkeypatch, 1, 1)
+    try:
+        engine.begin()
+        engine.all_stored()
+        before = store.counts().index.entries
+        engine.add("long", [5000, *range(1, 40 * dh.BLOCK)])  # its blocks are so many that they are reserved at once
+        output = engine.scheduler.schedule()
+        with contextlib.suppress(MemoryError), runner.KVConnectorModelRunnerMixin._get_kv_connector_output(output):
+            eventually(lambda: store.counts().index.reservations == 41, 20, "they and the other's are reserved")
+            if not stored:
+                raise MemoryError
+        if stored:
+            eventually(lambda: store.counts().index.entries == before + stored, 20, "all are stored")
+        else:
+            time.sleep(1)
+            assert store.counts().index.entries == before
+    finally:
+        engine.end()
+        store.kill()
