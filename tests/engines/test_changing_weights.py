@@ -42,7 +42,7 @@ def adapter(folder: Path, alpha: int) -> Path:
 
 
 @pytest.fixture(scope="module")
-def pair(demo_model, log_dir) -> Iterator[SimpleNamespace]:
+def pair(model_path, log_dir) -> Iterator[SimpleNamespace]:
     """Two engines with adapters, and a store of their own; GPU caches of other engines are not read: the store is."""
     with runtime_dir() as folder:
         env = {**store_env(folder), "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
@@ -50,7 +50,7 @@ def pair(demo_model, log_dir) -> Iterator[SimpleNamespace]:
         options = {**OPTIONS, "load_policy": "always", "peer_fetch": "off", "bidirectional": False}
         engines = [
             Engine(
-                demo_model, name=f"weights-{name}", kv=kvtier({**options, "endpoint_port": free_port()}),
+                model_path, name=f"weights-{name}", kv=kvtier({**options, "endpoint_port": free_port()}),
                 log_dir=log_dir, env=env, **flags,
             )
             for name in "AB"

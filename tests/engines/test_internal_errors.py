@@ -31,7 +31,7 @@ BLOCK = 32
 NUM_BLOCKS = 48
 FLOOR = 400  # functions
 MOST_PARTS = 3  # of the load, for a function that was not called again in the first of them
-QUICK = 4  # one in so many is made to raise in each run; all with -m slow
+QUICK = 6  # one in so many is made to raise in each run; all with -m slow
 
 
 class Control:
