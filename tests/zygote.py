@@ -254,6 +254,7 @@ def import_engine(names: Sequence[str]) -> None:
     _inspect_models_in_process()
     _override_kernels_once()
     _clear_loggers_once()
+    _spin_briefly()
     gc.collect()
     gc.freeze()  # a child's collector does not touch, and so copy, what was made here
 
@@ -286,6 +287,14 @@ def _clear_loggers_once() -> None:
             logging.root.manager._clear_cache()
 
     logging.config._handle_existing_loggers = handle_existing
+
+
+def _spin_briefly() -> None:
+    """vLLM's workers spin for a second behind each message: on two cores all others wait for them."""
+    broadcast = sys.modules.get("vllm.distributed.device_communicators.shm_broadcast")
+    if spin := getattr(broadcast, "SpinCondition", None):  # older vLLM has none
+        assert spin.__init__.__defaults__ == (1,)
+        spin.__init__.__defaults__ = (0.002,)
 
 
 def _start_fork_server() -> None:
