@@ -94,6 +94,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._drafts = False  # whether drafts of a step may write KV behind its forward
         self._saved: StepMetadata | None = None  # of the step whose KV is all launched
         self._caught: BaseException | None = None  # that a caller handles while the step runs
+        self._ended = 0  # number of the last step that ended
         if role is KVConnectorRole.SCHEDULER:
             self._set_failure_policy(vllm_config.kv_transfer_config)
             if idle and self._info.prefix_caching:
@@ -373,6 +374,9 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         if sys.exc_info()[1] is not self._caught:
             return
         work = metadata.work if isinstance(metadata, StepMetadata) else StepWork(-1)
+        if work.step > self._ended + 1:  # vLLM had scheduled, and runs, this step when the one before it raised
+            work.step, work.checksums = -1, []  # else the blocks of both would be read
+        self._ended = max(self._ended, work.step)
         drafts_follow = self._drafts and self._saved is not metadata and not work.idle
         self._step = self._worker.end_step(work, drafts_follow)
         self._collected = metadata

@@ -85,7 +85,7 @@ class Engine:
         self.half, self.connector = half, object.__new__(KVTierConnector)
         self.connector._worker, self.connector.containment = half, Uncontained()
         self.connector._step, self.connector._collected = StepResults(), None
-        self.connector._drafts = False
+        self.connector._drafts, self.connector._ended = False, 0
         self.connector._saved = self.connector._caught = self.connector._scheduler = None
         self.connector.counters = Counters()
 
@@ -316,19 +316,20 @@ def test_step_whose_forward_raises_is_not_ended(engine, monkeypatch):
         output = SimpleNamespace(kv_connector_metadata=metadata, has_sync_kv_loads=False, finished_req_ids=set())
         return runner.KVConnectorModelRunnerMixin.maybe_get_kv_connector_output(output)
 
-    with pytest.raises(MemoryError), step(1):
-        raise MemoryError
-    assert ended == []
     try:
         raise KeyError
     except KeyError:  # in whose handler the user's program generates
-        with step(2):
+        with step(1):
             pass
-    assert ended == [2]
+    assert ended == [1]
+    with pytest.raises(MemoryError), step(2):
+        raise MemoryError
+    assert ended == [1]
 
 
-@pytest.mark.parametrize("stored", [41, 0])
-def test_blocks_of_a_forward_that_raised_are_not_in_the_store(root, run_dir, monkeypatch, stored):
+@pytest.mark.parametrize("raises", ["nowhere", "before the connector's step", "in the forward"])
+def test_blocks_of_a_forward_that_raised_are_not_in_the_store(root, run_dir, monkeypatch, raises):
+    """Nor after the next step, which vLLM has scheduled by then and runs."""
     monkeypatch.setattr(EngineCore, "add_request", EngineCore.add_request)
     monkeypatch.setattr(EngineCoreProc, "_notify_idle_state_callbacks", EngineCoreProc._notify_idle_state_callbacks)
     init_none_hash(sha256)
@@ -341,12 +342,14 @@ def test_blocks_of_a_forward_that_raised_are_not_in_the_store(root, run_dir, mon
         before = store.counts().index.entries
         engine.add("long", [5000, *range(1, 40 * dh.BLOCK)])  # its blocks are so many that they are reserved at once
         output = engine.scheduler.schedule()
-        with contextlib.suppress(MemoryError), runner.KVConnectorModelRunnerMixin._get_kv_connector_output(output):
-            eventually(lambda: store.counts().index.reservations == 41, 20, "they and the other's are reserved")
-            if not stored:
-                raise MemoryError
-        if stored:
-            eventually(lambda: store.counts().index.entries == before + stored, 20, "all are stored")
+        eventually(lambda: store.counts().index.reservations == 41, 20, "they and the other's are reserved")
+        if raises != "before the connector's step":
+            with contextlib.suppress(MemoryError), runner.KVConnectorModelRunnerMixin._get_kv_connector_output(output):
+                if raises == "in the forward":
+                    raise MemoryError
+        engine.step()
+        if raises == "nowhere":
+            eventually(lambda: store.counts().index.entries == before + 41, 20, "all are stored")
         else:
             time.sleep(1)
             assert store.counts().index.entries == before
