@@ -24,6 +24,7 @@ from vllm.config.kernel import KernelConfig
 from vllm.config.lora import LoRAConfig
 from vllm.config.multimodal import MultiModalConfig
 from vllm.config.quantization import QuantizationConfigArgs
+from vllm.envs import environment_variables
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 
 from vllm_kvtier import fingerprint
@@ -104,6 +105,19 @@ def test_options_table_has_every_vllm_field(cls):
     counted, other = (set(text.split()) for text in options.TABLE[cls.__name__])
     assert not {field.name for field in dataclasses.fields(cls)} - counted - other
     assert not counted & other
+
+
+def test_variables_of_the_next_vllm_count_until_they_are_listed(monkeypatch):
+    """A new release's variables: do they change what a token's K and V are? List them in ``options``."""
+    read = {name.removeprefix("VLLM_") for name in environment_variables if name.startswith("VLLM_")}
+    assert read <= options.OTHER_VARIABLES | {name.removeprefix("VLLM_") for name in options.VARIABLES}
+    plain = options.engine_options(engine_config())
+    for name, counts in (("VLLM_FLASHINFER_NEW_FP4", True), ("VLLM_LOGGING_LEVEL", False), ("VLLM_FOO_PORT", False)):
+        monkeypatch.setenv(name, "1")
+        if counts:
+            monkeypatch.setitem(environment_variables, name, lambda: None)
+        assert (options.engine_options(engine_config()) != plain) == counts, name
+        monkeypatch.delenv(name)
 
 
 def test_options_table_classes_are_those_of_vllm():

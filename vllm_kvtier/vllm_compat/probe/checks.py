@@ -27,7 +27,7 @@ def find(path: str) -> Any:
     for name in qualified.split(".") if qualified else ():
         try:
             found = getattr(found, name)
-        except AttributeError:
+        except (AttributeError, NameError):  # of vllm.envs' own __getattr__
             raise Unmet(f"{path.replace(':', '.')} is missing") from None
     return found
 

@@ -105,6 +105,7 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "engine's configuration", Feature.ALL, "what the engine is, computes and caches", Side.BOTH,
+        names=("vllm.envs:environment_variables",),
         optional={
             "vllm.config:VllmConfig.num_prefill_lookahead_tokens": Absence(1, since=(0, 32, 0)),
             "vllm.config:VllmConfig.aux_output_config": Absence(None, since=(0, 31, 0)),
