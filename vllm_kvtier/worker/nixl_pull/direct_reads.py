@@ -77,11 +77,9 @@ class DirectReads:
                 Side(groups, memory.view.num_blocks, arrived, memory.device_id),
                 Side(info.groups, info.num_blocks, info.checksum_table_addr, info.device),
             )
-            peer = self._peers[info.agent] = _Peer(
-                rows,
-                self._transport.prepare(info.agent, rows.local, memory.memory_type, ours=True),
-                self._transport.prepare(info.agent, rows.remote, info.memory, ours=False),
-            )
+            remote = self._transport.prepare(info.agent, rows.remote, info.memory, ours=False)  # may be refused
+            local = self._transport.prepare(info.agent, rows.local, memory.memory_type, ours=True)
+            peer = self._peers[info.agent] = _Peer(rows, local, remote)
         return peer
 
 
