@@ -369,11 +369,13 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         if metadata is not None and metadata is self._collected:  # called again after an error: vLLM has these results
             return
         self._step = None  # even after an error no result is reported twice
-        # The forward raised: vLLM collects nevertheless, and ends. What it was to write is no KV: it must not get into
-        # a store, which outlives the engine, or to peers.
-        if sys.exc_info()[1] is not self._caught:
-            return
         work = metadata.work if isinstance(metadata, StepMetadata) else StepWork(-1)
+        # The forward raised: vLLM collects nevertheless, and ends. What it was to write is no KV: it must not get into
+        # a store, which outlives the engine, or to peers. If a program goes on, its next step gets the loads' results.
+        if sys.exc_info()[1] is not self._caught:
+            work.step, work.checksums = -1, []
+            self._worker.submit(work)
+            return
         if work.step > self._ended + 1:  # vLLM had scheduled, and runs, this step when the one before it raised
             work.step, work.checksums = -1, []  # else the blocks of both would be read
         self._ended = max(self._ended, work.step)

@@ -327,6 +327,19 @@ def test_step_whose_forward_raises_is_not_ended(engine, monkeypatch):
     assert ended == [1]
 
 
+def test_loads_of_a_step_whose_forward_raised_are_reported_by_the_next(engine):
+    """A program that catches the error may go on with the engine: the request would wait for ever."""
+    load = LoadJob("load", [GroupLoad(0, np.array([3]), np.array([3], np.uint64), np.array([3]))], 60.0, "life")
+    with contextlib.suppress(MemoryError):
+        engine.connector.bind_connector_metadata(StepMetadata(StepWork(1, loads=[load])))
+        try:
+            raise MemoryError
+        finally:
+            engine.connector.get_finished(set())
+    engine.connector.bind_connector_metadata(StepMetadata(StepWork(2)))
+    assert engine.connector.get_finished(set())[1] == {"load"}
+
+
 @pytest.mark.parametrize("raises", ["nowhere", "before the connector's step", "in the forward"])
 def test_blocks_of_a_forward_that_raised_are_not_in_the_store(root, run_dir, monkeypatch, raises):
     """Nor after the next step, which vLLM has scheduled by then and runs."""
