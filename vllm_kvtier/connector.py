@@ -95,6 +95,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._saved: StepMetadata | None = None  # of the step whose KV is all launched
         self._caught: BaseException | None = None  # that a caller handles while the step runs
         self._ended = 0  # number of the last step that ended
+        self._lost = False  # whether a step before it did not
         if role is KVConnectorRole.SCHEDULER:
             self._set_failure_policy(vllm_config.kv_transfer_config)
             if idle and self._info.prefix_caching:
@@ -376,8 +377,14 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             work.step, work.checksums = -1, []
             self._worker.submit(work)
             return
-        if work.step > self._ended + 1:  # vLLM had scheduled, and runs, this step when the one before it raised
-            work.step, work.checksums = -1, []  # else the blocks of both would be read
+        if work.step > self._ended + 1:  # and so are all after it
+            # vLLM had scheduled, and runs, this step when the one before it raised: the blocks of both would be read.
+            if not self._lost:
+                logger.warning(
+                    "kvtier: vLLM failed in step %d: until it is restarted, this worker stores nothing and others"
+                    " cannot pull what it computes", self._ended + 1,
+                )  # fmt: skip
+            self._lost, work.step, work.checksums = True, -1, []
         self._ended = max(self._ended, work.step)
         drafts_follow = self._drafts and self._saved is not metadata and not work.idle
         self._step = self._worker.end_step(work, drafts_follow)

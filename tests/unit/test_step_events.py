@@ -85,7 +85,7 @@ class Engine:
         self.half, self.connector = half, object.__new__(KVTierConnector)
         self.connector._worker, self.connector.containment = half, Uncontained()
         self.connector._step, self.connector._collected = StepResults(), None
-        self.connector._drafts, self.connector._ended = False, 0
+        self.connector._drafts, self.connector._lost, self.connector._ended = False, False, 0
         self.connector._saved = self.connector._caught = self.connector._scheduler = None
         self.connector.counters = Counters()
 
@@ -341,7 +341,7 @@ def test_loads_of_a_step_whose_forward_raised_are_reported_by_the_next(engine):
 
 
 @pytest.mark.parametrize("raises", ["nowhere", "before the connector's step", "in the forward"])
-def test_blocks_of_a_forward_that_raised_are_not_in_the_store(root, run_dir, monkeypatch, raises):
+def test_blocks_of_a_forward_that_raised_are_not_in_the_store(root, run_dir, monkeypatch, caplog, raises):
     """Nor after the next step, which vLLM has scheduled by then and runs."""
     monkeypatch.setattr(EngineCore, "add_request", EngineCore.add_request)
     monkeypatch.setattr(EngineCoreProc, "_notify_idle_state_callbacks", EngineCoreProc._notify_idle_state_callbacks)
@@ -366,6 +366,8 @@ def test_blocks_of_a_forward_that_raised_are_not_in_the_store(root, run_dir, mon
         else:
             time.sleep(1)
             assert store.counts().index.entries == before
+        engine.step()
+        assert caplog.text.count("vLLM failed in step") == (raises != "nowhere")
     finally:
         engine.end()
         store.kill()
