@@ -328,6 +328,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         super().bind_connector_metadata(connector_metadata)
         self._caught = sys.exc_info()[1]
         if self._worker is not None and isinstance(connector_metadata, StepMetadata):
+            if connector_metadata.work.step > self._ended + 1:  # vLLM raised before it called this for a step
+                self._lose_step()
             self._worker.begin(connector_metadata.work)
 
     @contained(_WORKER)
@@ -373,24 +375,29 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         work = metadata.work if isinstance(metadata, StepMetadata) else StepWork(-1)
         # The forward raised: vLLM collects nevertheless, and ends. What it was to write is no KV: it must not get into
         # a store, which outlives the engine, or to peers. If a program goes on, its next step gets the loads' results.
-        if sys.exc_info()[1] is not self._caught:
+        raised = sys.exc_info()[1] is not self._caught
+        if raised:
+            self._lose_step()
+        if self._lost:  # vLLM had scheduled, and runs, more steps: they read the failed one's blocks
             work.step, work.checksums = -1, []
+        if raised:
             self._worker.submit(work)
             return
-        if work.step > self._ended + 1:  # and so are all after it
-            # vLLM had scheduled, and runs, this step when the one before it raised: the blocks of both would be read.
-            if not self._lost:
-                logger.warning(
-                    "kvtier: vLLM failed in step %d: until it is restarted, this worker stores nothing and others"
-                    " cannot pull what it computes", self._ended + 1,
-                )  # fmt: skip
-            self._lost, work.step, work.checksums = True, -1, []
         self._ended = max(self._ended, work.step)
         drafts_follow = self._drafts and self._saved is not metadata and not work.idle
         self._step = self._worker.end_step(work, drafts_follow)
         self._collected = metadata
         if self._step is not None and self._step.finished:
             end_pause()  # vLLM's scheduler hears of them in the next step
+
+    def _lose_step(self) -> None:
+        if not self._lost:
+            logger.warning(
+                "kvtier: vLLM failed in step %d: until it is restarted, this engine neither stores nor loads, and"
+                " others cannot pull what it computes", self._ended + 1,
+            )  # fmt: skip
+            self._lost = True
+            self._worker.lose_step()
 
     @contained(_STEP, set, again=True)
     def get_block_ids_with_load_errors(self) -> set[int]:

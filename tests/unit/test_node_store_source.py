@@ -152,7 +152,9 @@ def test_store_slots_keep_mla_once_beside_divided_group():
     made = make_tier(groups, ranks, hash_block_size=16)
     assert [row[0] for row in made.setup.offsets] == [0, 0, 0]
     assert [row[0] for row in made.setup.writes] == [True, False, False]
-    assert made.tier.writers == [{0}, {0, 1, 2}]
+    assert made.tier.writers == [{0}, {0, 1, 2}] and made.tier.session
+    made.tier.reached(m.PoolReady(2, "", 0))  # vLLM failed on this rank: rank 0 may have computed anything
+    assert not made.tier.session, "nothing is committed"
 
 
 def test_store_slots_have_parts_per_pipeline_stage():

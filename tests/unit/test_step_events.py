@@ -366,6 +366,8 @@ def test_blocks_of_a_forward_that_raised_are_not_in_the_store(root, run_dir, mon
         else:
             time.sleep(1)
             assert store.counts().index.entries == before
+        if raises != "nowhere":
+            eventually(lambda: not engine.ours._store.limit(), 20, "the scheduler side hears of it")
         engine.step()
         assert caplog.text.count("vLLM failed in step") == (raises != "nowhere")
     finally:

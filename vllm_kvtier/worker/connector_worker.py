@@ -72,6 +72,12 @@ class KVTierConnectorWorker:
         self._set_up = lambda: self._exchange.set_up(setup, device)
         self._reactor.call_soon(lambda: self._when_connected(self._set_up))
 
+    def lose_step(self) -> None:
+        """vLLM failed in a step, maybe on this rank alone. Other ranks may store the blocks that all have alike (MLA):
+        without this rank the scheduler side commits none."""
+        if isinstance(self._store, StoreWorker):
+            self._store.withdraw()
+
     def suspend(self) -> None:
         """vLLM is about to take the KV cache's memory away: nothing touches it when this returns. Idempotent."""
         self._exchange.suspend(lambda: self._store, self._device)

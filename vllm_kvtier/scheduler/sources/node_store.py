@@ -203,8 +203,8 @@ class NodeStoreSource(StoreSource):
 
     @property
     def session(self) -> int:
-        """Number of the present connection; reservations are its own. 0: none."""
-        return self.client.session if self.client is not None and self.client.connected else 0
+        """Number of the present connection; reservations are its own. 0: none, or a worker reaches no memory."""
+        return self.client.session if self.client is not None and self.limit() else 0
 
     def limit(self) -> int:
         """Pages of the present store's memory that all workers can reach; 0 without a store."""

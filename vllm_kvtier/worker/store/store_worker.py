@@ -88,6 +88,7 @@ class StoreWorker(StoreLoadWorker):
         self._reported_bytes = 0
         self._unsent: deque[EndedCopy] = deque()  # ended stores that the scheduler side does not know of
         self._sent_state: tuple[str, int] = ("", 0)
+        self._withdrawn = False
         hello = Hello(name=f"rank {self._rank}", pid=os.getpid(), kind="worker")
 
         def connect(on_change: Callable[[], None]) -> StoreClient:
@@ -127,6 +128,11 @@ class StoreWorker(StoreLoadWorker):
             # This may be the last step for long; the timer was set when these jobs could not begin yet.
             self._reactor.call_soon(lambda: self._poll_within(STEP_POLL_SECONDS[1]))
         return now >= self._stores_at
+
+    def withdraw(self) -> None:
+        """Report for good that this rank reaches no memory of the store."""
+        self._withdrawn = True
+        self._reactor.call_soon(self._pool_changed)
 
     def load(self, jobs: list[LoadJob], after: Any) -> None:
         self._suspended = False
@@ -341,7 +347,7 @@ class StoreWorker(StoreLoadWorker):
             raise
 
     def _pool_changed(self) -> None:
-        state = (self._pool.instance, self._pool.registered_pages * PAGE)
+        state = ("", 0) if self._withdrawn else (self._pool.instance, self._pool.registered_pages * PAGE)
         if state != self._sent_state:
             self._sent_state = state
             self._send(m.PoolReady(self._rank, *state))
