@@ -9,6 +9,7 @@ import torch
 from cache_groups import cache_groups
 from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, PoolerConfig, SchedulerConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.envs import environment_variables
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import init_none_hash
 from vllm.v1.kv_cache_interface import (
@@ -110,6 +111,18 @@ def test_engine_info_with_a_scheduler_for_each_rank_is_unsupported(configure, ra
     config.parallel_config.world_size = ranks
     unsupported = engine_info(config, cache(FULL)).unsupported
     assert (unsupported is None) == works, unsupported
+
+
+@pytest.mark.parametrize(("stages", "v2", "works"), [(1, "0", True), (2, "1", True), (2, "0", False)])
+def test_engine_info_with_stages_of_ray_dag_is_unsupported(configure, monkeypatch, stages, v2, works):
+    """vLLM reads results of the last stage, and waits for a load until as many ranks as there are have ended it."""
+    name = "VLLM_USE_RAY_V2_EXECUTOR_BACKEND"
+    monkeypatch.setenv(name, v2)
+    config = configure()
+    config.parallel_config.distributed_executor_backend = "ray"
+    config.parallel_config.pipeline_parallel_size = stages
+    unsupported = engine_info(config, cache(FULL)).unsupported
+    assert (unsupported is None) == (works or name not in environment_variables), unsupported
 
 
 def test_engine_info_without_prefix_caching_keeps_handoffs_only(configure):

@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm.envs import environment_variables
+
 from vllm_kvtier import fingerprint
 from vllm_kvtier.cache_kinds import CacheGroup
 from vllm_kvtier.errors import UnsupportedLayout
@@ -190,6 +192,13 @@ def _unsupported(vllm_config: Any, kv_cache_config: Any, context_parallel: str) 
     # Each would hear of only its own rank, and of answers at another time: ranks must schedule alike.
     if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
         return "each rank has a scheduler (external_launcher): KV is neither pulled, stored nor loaded"
+    # vLLM gets results of the last stage's ranks only, and waits for those of all: no load would ever end.
+    ray_v2 = environment_variables.get("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", lambda: True)()  # up to 0.32
+    if parallel.distributed_executor_backend == "ray" and parallel.pipeline_parallel_size > 1 and not ray_v2:
+        return (
+            "pipeline stages report no loads (VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0): KV is neither pulled, stored nor "
+            "loaded"
+        )
     ids = followed(kv_cache_config)
     if not ids:
         return "vLLM keeps no prefixes of this model's KV cache: KV is neither pulled, stored nor loaded"
