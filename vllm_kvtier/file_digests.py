@@ -279,9 +279,11 @@ def _remember(file: Path, new: dict[str, str]) -> None:
     kept = dict(list(digests.items())[-MAX_REMEMBERED:])
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".tmp", delete=False) as stream:
-            json.dump({"version": _VERSION, "digests": kept}, stream)
-        os.replace(stream.name, file)
+        with tempfile.TemporaryDirectory(dir=file.parent) as folder:  # nothing is left of it on a full disk
+            draft = Path(folder, file.name)
+            draft.touch(0o600)
+            draft.write_text(json.dumps({"version": _VERSION, "digests": kept}))
+            os.replace(draft, file)
     except OSError as error:
         logger.info(
             "kvtier: file digests: cache %s cannot be written (%s); weights are read at each start", file, error

@@ -171,6 +171,17 @@ def test_file_digests_corrupt_cache_is_replaced(tmp_path, cache, reads, content)
     assert digests_of([path]) == before and not reads
 
 
+def test_file_digests_that_cannot_be_cached_leave_no_file(tmp_path, cache, monkeypatch):
+    def full(source, target):
+        raise OSError("no space left")
+
+    path = tmp_path / "a.safetensors"
+    safetensors(path, {"w": MIB})
+    monkeypatch.setattr(os, "replace", full)
+    age(path)
+    assert digests_of([path]) and not list(cache.parent.iterdir())
+
+
 def test_file_digests_without_cache_folder_are_recomputed(tmp_path, monkeypatch):
     (tmp_path / "file").write_bytes(b"")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))

@@ -1,6 +1,7 @@
 """The record of what codecs cost: kept, merged, and what it lets ``codec: auto`` take."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -66,6 +67,16 @@ def test_quality_record_to_unwritable_path_raises(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(KVTierError, match="cannot be written"):
         records.save(record(quality()), tmp_path / "file")
+
+
+def test_quality_record_on_full_disk_leaves_no_file(tmp_path, monkeypatch):
+    def full(source, target):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(KVTierError, match="no space"):
+        records.save(record(quality()), tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_quality_record_keeps_codecs_of_same_text(tmp_path):

@@ -124,9 +124,11 @@ def save(record: Record, folder: Path | None = None) -> Path:
     file = folder / f"{record.fingerprint}.json"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, suffix=".tmp", delete=False) as stream:
-            stream.write(msgspec.json.format(msgspec.json.encode(record), indent=2))
-        os.replace(stream.name, file)
+        with tempfile.TemporaryDirectory(dir=folder) as made:  # nothing is left of it on a full disk
+            draft = Path(made, file.name)
+            draft.touch(0o600)
+            draft.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=2))
+            os.replace(draft, file)
     except OSError as error:
         raise KVTierError(f"the record cannot be written to {file}: {error}") from error
     return file
