@@ -10,7 +10,7 @@ from cache_groups import chunked
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from matcher_harness import FakePeers, end_all
+from matcher_harness import FakePeers, FakePlanner, end_all
 from source_fakes import load_context, make_matcher, source_of
 from support import WITHOUT_SHRINKING, make_request
 from vllm.v1.request import RequestStatus
@@ -347,7 +347,10 @@ def no_violations():
 def test_matcher_handoff_is_looked_up_loaded_and_released():
     made, peers = matcher()
     request = make_request("r", list(range(18)), HASH_BLOCK_SIZE, HANDOFF)
+    made._planner = FakePlanner()
+    made.prefetch_lookup(request)
     assert made.match(request, 0) == (None, False)
+    assert not made._planner.waiting, "the other engine computes it: other requests need not load because of it"
     [pending] = peers.open
     assert pending.request.export == "e" and len(pending.request.digest) == 16
     peers.answer(pending, peers.offer(pending, 18))

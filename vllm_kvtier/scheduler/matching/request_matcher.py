@@ -102,7 +102,8 @@ class RequestMatcher:
 
     def prefetch_lookup(self, request: Any) -> None:
         """Have sources look up a queued request before vLLM matches it."""
-        self._planner.will_compute(request.request_id, 0, request.num_tokens)
+        if not request.kv_transfer_params or promised(request.kv_transfer_params) is None:  # else another engine does
+            self._planner.will_compute(request.request_id, 0, request.num_tokens)
         self.prefetching = True
         for source in self._looking_ahead:
             source.prefetch_lookup(request)
@@ -117,7 +118,9 @@ class RequestMatcher:
         """vLLM's ``get_num_new_matched_tokens``: tokens beyond ``computed`` that a hit covers; None: ask again."""
         self._planner.remove_request(request.request_id)
         tokens, asynchronous = self._match(request, computed)
-        self._planner.will_compute(request.request_id, computed + (tokens or 0), request.num_tokens)
+        pending = self._tracked[request.request_id].pending
+        if tokens is not None or pending is None or pending.source.cost_key:  # else another engine computes it
+            self._planner.will_compute(request.request_id, computed + (tokens or 0), request.num_tokens)
         return tokens, asynchronous
 
     def longest_local_hit(self, request: Any) -> int:
