@@ -1,6 +1,7 @@
 """Fetches of a worker: orders and their results, deadlines, sources that cannot be mapped or end, sleep mode."""
 
 import gc
+import resource
 import threading
 import time
 import weakref
@@ -179,6 +180,19 @@ def test_unmappable_source_is_logged_once_and_not_retried(there, error, caplog):
     fetches.remove_source("s/1")
     fetches.add_engine("s/1", there.infos)
     assert fetches.start([order_of(pull_of([5], [3], 4))]) == []
+
+
+def test_source_is_mapped_when_there_are_file_descriptors_again(there):
+    fetches = fetches_of(rank_of(MODEL, BLOCKS, 0))
+    fetches.add_engine("s/1", there.infos)
+    order, limits = order_of(pull_of([5], [5], 4)), resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        [result] = fetches.start([order])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert "Too many open files" in result.reason and not result.unmappable
+    assert fetches.start([order]) == [] and fetches.ready("s/1")
 
 
 def test_unmappable_sources_are_forgotten_with_their_engines(there):

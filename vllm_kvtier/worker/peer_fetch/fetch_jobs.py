@@ -8,6 +8,7 @@ Called on two threads, the reactor's and the model runner's, under ``lock``. It 
 or a piece of a host's copies takes, and longer in ``start_now``, ``wait_until_done`` and ``stop``.
 """
 
+import errno
 import threading
 import time
 from collections import deque
@@ -231,7 +232,8 @@ class PeerFetches:
         except Exception as error:  # drivers raise their own classes
             if not isinstance(error, KVTierError):
                 logger.exception("kvtier: peer fetch: mapping the memory of %s failed", instance)
-            self._unmappable[instance] = str(error)
+            if getattr(error.__cause__, "errno", None) not in (errno.EMFILE, errno.ENFILE):  # these pass
+                self._unmappable[instance] = str(error)
             raise KVTierError(str(error)) from error
         self._ready[instance] = min((part.source.num_blocks for part in parts), default=0)
         self.added(instance, [part.source.shared for part in parts])
