@@ -129,7 +129,9 @@ def best(
                 found.pop()
             found.append(tuning.Rule(below, choice))
         rules.append(found)
-    return tuning.Tuning(device, tuple(rules[0]), tuple(rules[1]))
+    # What stores cost the model's steps is not measured here.
+    on_model_stream = tuning.MEASURED.get(device, tuning.DEFAULT).store[-1].choice.on_model_stream
+    return tuning.changed(tuning.Tuning(device, *map(tuple, rules)), "store", on_model_stream=on_model_stream)
 
 
 def main() -> None:

@@ -1,6 +1,8 @@
 """Which way copies go: rules by size, the cache of a machine's own measurements, what is refused."""
 
+import importlib.util
 import pwd
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -16,6 +18,7 @@ def home(tmp_path, monkeypatch):
     return tmp_path
 
 
+COPY = Path(__file__).parents[2] / "benchmarks" / "copy"
 SMALL, LARGE = Choice("direct", 8), Choice("staged", 16)
 SAMPLE = Tuning("NVIDIA X/200", (Rule(1000, SMALL), Rule(None, LARGE)), (Rule(None, LARGE),))
 
@@ -46,6 +49,20 @@ def test_tuning_measured_choice_is_used(home):
     assert tuning.for_device("NVIDIA X/200") == SAMPLE
     assert tuning.for_device("NVIDIA X100") == tuning.DEFAULT
     assert [f.name for f in file.parent.iterdir()] == [file.name]  # no draft is left
+
+
+def test_tuning_by_benchmark_leaves_stores_on_the_model_s_stream(monkeypatch):
+    monkeypatch.syspath_prepend(COPY)
+    spec = importlib.util.spec_from_file_location("copy_benchmark", COPY / "__main__.py")
+    benchmark = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(benchmark)
+    row = {"page": 8192, "layers": 36, "way": "w", "GB/s": 50.0}
+    rows = [{**row, "direction": direction} for direction in benchmark.DIRECTIONS]
+    for device in ("NVIDIA H200", "NVIDIA X/200"):
+        tuned = benchmark.best(rows, {"w": (LARGE, LARGE)}, device, dict.fromkeys(benchmark.DIRECTIONS, 55.0))
+        default = tuning.for_device(device)
+        assert tuned.choose(True, 1).on_model_stream == default.choose(True, 1).on_model_stream
+        assert tuned.choose(False, 1) == LARGE
 
 
 def test_caches_of_user_without_home_directory_raise_nothing(monkeypatch, tmp_path):
