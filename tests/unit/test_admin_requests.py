@@ -56,3 +56,10 @@ def test_admin_request_that_waits_does_not_hold_its_tokens(kind):
     pending.resolve(SimpleNamespace(reason="it does not answer"))
     requests.run()
     assert [answer.question for answer in answers] == [7] and getattr(answers[0], "prompt", 42) == 42
+
+
+def test_answers_name_the_stores_of_an_engine_over_many_nodes():
+    """They were refused as malformed from sixteen nodes on."""
+    stores = " ".join(f"{node:032x}" for node in range(64))
+    answers = [m.Inspection(1, *[0] * 8, store=stores), m.Explanation(1, 0, store=stores)]
+    assert [m.decode_engine(m.encode(answer)) for answer in answers] == answers

@@ -20,6 +20,7 @@ BlockHash = Annotated[bytes, msgspec.Meta(min_length=8, max_length=64)]
 BlockHashes = Annotated[list[BlockHash], msgspec.Meta(max_length=MAX_BLOCK_HASHES)]
 Digest = Annotated[bytes, msgspec.Meta(max_length=64)]
 Name = Annotated[str, msgspec.Meta(max_length=512)]
+Instances = Annotated[str, msgspec.Meta(max_length=1 << 16)]  # of the stores of an engine over several nodes
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=86400)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 Age = Annotated[float, msgspec.Meta(ge=0)]  # seconds
@@ -283,7 +284,7 @@ class Inspection(msgspec.Struct, frozen=True, tag="inspection"):
     requests: Count  # tracked by the connector
     violations: Count  # events that the request lifecycle does not allow; more than 0 is a bug
     copying_blocks: Count = 0  # held during the copy to the node store
-    store: Name = ""  # instance of the node store in use, "" without one
+    store: Instances = ""  # instance of the node store in use, "" without one
 
 
 class Explain(PromptQuestion, frozen=True, tag="explain"):
@@ -338,7 +339,7 @@ class Explanation(msgspec.Struct, frozen=True, tag="explanation"):
     gpu_cache: Count = 0
     exported: Count = 0
     stored: Count = 0
-    store: Name = ""  # instance of the node store in use, "" without one
+    store: Instances = ""  # instance of the node store in use, "" without one
     store_seconds: Age = 0.0  # since it started
     history_seconds: Age = 0.0  # length of the store's removal history
     spans: Annotated[list[ExplainedSpan], msgspec.Meta(max_length=1 << 12)] = []
