@@ -8,7 +8,7 @@ import itertools
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, fields
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import numpy as np
 from msgspec import structs
@@ -81,7 +81,7 @@ class NodeStoreSource(StoreSource):
         config = context.engine.config
         self._path = store_path() if config.store == "auto" else config.store
         self._options = _store_options(config)
-        self.client: StoreClient | None = None
+        self.client: StoreClient | JoinedStoreClient | None = None
         self._joined: JoinedStoreClient | None = None  # the client of an engine over several nodes
         self._tunnels: dict[int, TunnelClient] = {}  # by rank
         self._reached: dict[int, tuple[str, int]] = {}  # rank -> (instance, bytes its copies can reach)
@@ -105,7 +105,7 @@ class NodeStoreSource(StoreSource):
             ranks = [[r for r, of in enumerate(plan.nodes) if of == node] for node in range(len(plan.node_shapes))]
             self.sharing = self.events = None  # no peer reads GPUs of several nodes; events are of one store
             self._joined = JoinedStoreClient(self._connect_node, ranks, plan.node_shapes, self._changed)
-            self.client = cast(StoreClient, self._joined)  # it has what is used here
+            self.client = self._joined
         if self.events is not None:
             self.events.join(self.namespace_id(b""))
         self.client.start()
@@ -140,13 +140,19 @@ class NodeStoreSource(StoreSource):
         self._reached[message.rank] = (message.instance, message.nbytes)
         self._limit = self._reachable_pages()
         if self.events is not None:
-            self.events.store_changed(self.opened_client, bool(self.limit()))
+            self.events.store_changed(self._one_node_client, bool(self.limit()))
 
     @property
-    def opened_client(self) -> StoreClient:
+    def opened_client(self) -> StoreClient | JoinedStoreClient:
         """``client``, once the store is opened."""
         assert self.client is not None
         return self.client
+
+    @property
+    def _one_node_client(self) -> StoreClient:
+        client = self.opened_client
+        assert not isinstance(client, JoinedStoreClient)
+        return client
 
     def _changed(self) -> None:
         client = self.opened_client
@@ -156,9 +162,9 @@ class NodeStoreSource(StoreSource):
             if not client.instance:
                 self._on_lost()
         if self.sharing is not None:
-            self.sharing.store_changed(client)
+            self.sharing.store_changed(self._one_node_client)
         if self.events is not None:
-            self.events.store_changed(client, bool(self.limit()))
+            self.events.store_changed(self._one_node_client, bool(self.limit()))
         if client.connected and not self._compared:
             self._compared = True
             wanted = {"disk": self._options.disk_path, "object": self._options.object_url, "nodes": self._options.nodes}
@@ -260,7 +266,8 @@ class NodeStoreSource(StoreSource):
                 joined.discard_at(result.node, namespace_id, group, block_hash[:HASH_BYTES], slot, lease)
 
     def discard(self, lora_fingerprint: bytes, group: int, block_hash: bytes, slot: int, session: int) -> None:
-        self.opened_client.discard(self.namespace_id(lora_fingerprint), group, block_hash[:HASH_BYTES], slot, session)
+        namespace_id = self.namespace_id(lora_fingerprint)
+        self._one_node_client.discard(namespace_id, group, block_hash[:HASH_BYTES], slot, session)
 
     def touch(self, block_hashes: list[bytes], lora_fingerprint: bytes) -> None:
         client = self.client
