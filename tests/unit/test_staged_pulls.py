@@ -142,6 +142,22 @@ def test_staged_pull_of_larger_blocks_makes_a_larger_ring():
     assert {small.span, ring.span} <= set(pair.transport.registered) and small in pair.pulls._staged._rings
 
 
+def test_staged_pull_whose_lists_could_not_be_made_is_read_from_the_next_ring(monkeypatch):
+    """The copier kept the name of a chunk, and looked for its blocks where the smaller ring was."""
+    pair, larger = StagedPair(tp=4), StagedPair()
+    pair.pulls.add_engine("s/2", larger.infos("larger"))
+
+    def prepare(*given, ours):
+        if not ours:
+            raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as short:
+        short.setattr(pair.transport, "prepare", prepare)
+        assert pair.start([1], [2]).failed
+    assert pair.start([5], [6], "r2", instance="s/2") is None and not pair.run()[0].failed
+    assert pair.start([1], [2]) is None and not pair.run()[0].failed and pair.landed(1, 2)
+
+
 @pytest.mark.parametrize("what", ["memory", "NIXL"])
 def test_staged_pulls_work_once_their_ring_could_be_made(what, monkeypatch):
     """The GPU's memory may be short for a while."""

@@ -80,19 +80,25 @@ class StagedReads:
             mapped = map_source_ranks(self._memory.view.groups, self._heads, self._rank, ranks)
             ring = self._ring(max(_chunk_bytes(_laid_out(p, g), 1) for p in mapped for g in p.groups))
             found = []
-            for part in mapped:
-                for number in dict.fromkeys(group.group for group in part.groups):
-                    same = [group for group in part.groups if group.group == number]
-                    found.append(self._prepare(instance, part, same, ring))
+            try:
+                for part in mapped:
+                    for number in dict.fromkeys(group.group for group in part.groups):
+                        same = [group for group in part.groups if group.group == number]
+                        self._prepare(instance, part, same, ring, found)
+            except Exception:
+                self._remove(found)
+                raise
             self._parts[instance] = found
         return found
 
     def release_lists(self) -> None:
         """They keep the agent alive that reads."""
         while self._parts:
-            _, parts = self._parts.popitem()
-            for name in [name for part in parts for name in part.names]:
-                self.copier.remove(name)
+            self._remove(self._parts.popitem()[1])
+
+    def _remove(self, parts: Sequence[_Part]) -> None:
+        for name in [name for part in parts for name in part.names]:
+            self.copier.remove(name)
 
     def close(self) -> None:
         """Wait for copies under way. The ring stays: a read that did not end may write to it."""
@@ -121,24 +127,26 @@ class StagedReads:
             )
         return self.ring
 
-    def _prepare(self, instance: str, part: SourceRank, groups: Sequence[SourceGroup], ring: "_Ring") -> _Part:
-        """``groups``: one group of that rank, for each shift."""
+    def _prepare(
+        self, instance: str, part: SourceRank, groups: Sequence[SourceGroup], ring: "_Ring", found: list[_Part]
+    ) -> None:
+        """Add to ``found``. ``groups``: one group of that rank, for each shift."""
         group = groups[0]
         info, theirs, memory = part.source, _laid_out(part, group), self._memory
         self.transport.add_peer(info.agent_metadata, info.agent)
         slots = _slots(theirs, ring.chunk_bytes, info.num_blocks)
         made = _Part(info, group.group, [each.shift for each in groups], slots, [], [], [])
+        found.append(made)
         there = Side([theirs], info.num_blocks, info.checksum_table_addr, info.device)
         for number, base in enumerate(ring.chunks):
             here = _place(theirs, base + align(8 * slots, _ALIGN), slots)
             rows = PageRows(Side([here], slots, base, memory.device_id), there)
             name = f"{instance} {info.rank} {group.group} {number}"
             self.copier.add(name, [ring.as_source(here, slots, base, groups)])
+            made.names.append(name)
             made.rows.append(rows)
             made.local.append(self.transport.prepare(info.agent, rows.local, memory.memory_type, ours=True))
-            made.names.append(name)
         made.remote = self.transport.prepare(info.agent, made.rows[0].remote, info.memory, ours=False)
-        return made
 
 
 class StagedRead:
