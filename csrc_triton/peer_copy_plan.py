@@ -77,8 +77,15 @@ def plan(regions: np.ndarray, shape: Shape = SHAPE) -> list[Kind]:
 
     Raises ValueError for addresses or strides that are no multiples of 4.
     """
-    kinds: dict[tuple, list[tuple[int, int, int, int]]] = {}
-    for number, line in enumerate(regions.tolist()):
+    alike = regions.copy()  # most layers differ in these only; the kernels depend on the last bits of addresses
+    alike[:, [0, 4]] %= 16
+    alike[:, 11] = 0
+    numbers: dict[bytes, list[int]] = {}
+    for number, line in enumerate(alike.view(f"V{alike.itemsize * alike.shape[1]}").ravel().tolist()):
+        numbers.setdefault(line, []).append(number)
+    kinds: dict[tuple, tuple[list[int], list[np.ndarray]]] = {}
+    for same in numbers.values():
+        number, line = same[0], regions[same[0]].tolist()
         r = dict(zip(REGION_FIELDS, line, strict=True))
         inner = r["cell_words"] * r["word"]
         outer = r["words"] // r["cell_words"] // r["tokens"]
@@ -114,10 +121,17 @@ def plan(regions: np.ndarray, shape: Shape = SHAPE) -> list[Kind]:
         line_words = r["cell_words"] * r["tokens"]
         stored = (r["first_outer"] * line_words, (r["first_outer"] + r["outers"]) * line_words)
         constants = (*source, *target, r["words"], *stored, r["first_token"])
-        kinds.setdefault((tuple(flags.items()), constants), []).extend(
-            (r["source_base"], target_base, r["first_word"] + at, at) for at in range(0, r["words"], columns)
-        )
-    return [Kind(*key, np.array(tiles, dtype=np.int64)) for key, tiles in kinds.items()]
+        at = np.arange(0, r["words"], columns)
+        tiles = np.zeros((len(same), len(at), 4), dtype=np.int64)
+        tiles[:, :, 0] = regions[same, 0, None]
+        if r["outers"]:
+            tiles[:, :, 1] = regions[same, 4, None] + (target_base - r["target_base"])
+        tiles[:, :, 2] = regions[same, 11, None] + at
+        tiles[:, :, 3] = at
+        found = kinds.setdefault((tuple(flags.items()), constants), ([], []))
+        found[0].extend(same)
+        found[1].append(tiles)
+    return [Kind(*key, np.concatenate(tiles)[np.argsort(n)].reshape(-1, 4)) for key, (n, tiles) in kinds.items()]
 
 
 def _dense(outer: int, tokens: int, inner: int, outer_stride: int, token_stride: int) -> bool:

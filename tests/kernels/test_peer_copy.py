@@ -309,7 +309,9 @@ def test_peer_copy_from_larger_blocks_compiles_few_kernels():
     info = RankInfo(0, "a", b"", "VRAM", 0, 9, (group(256),), CacheGeometry((), sys.byteorder), 1 << 30, heads)
     [part] = map_source_ranks((group(16),), heads, 0, [info])
     where = (9, 1 << 30, lambda a, n: a, torch.device("cpu"), peer_copy_plan.SHAPE)
-    flags = {kind.flags for each in part.groups for kind in GroupTable(each, *where).kinds}
+    tables = [GroupTable(each, *where) for each in part.groups]
+    flags = {kind.flags for table in tables for kind in table.kinds}
+    assert max(len(table._cells) for table in tables) <= 3, "each pull goes through them: 1536 with 64 layers"
     assert len(part.groups) == 16 and len(flags) == len({dict(f)["COLUMNS"] for f in flags})
 
 

@@ -4,18 +4,21 @@ Rows, segments and starts of all jobs of a call are packed into one array of 64-
 ``kernels.peer_copy_plan`` defines them.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 import torch
 
 from vllm_kvtier.jobs.transfer_jobs import GroupPull
 from vllm_kvtier.kernels import checksum, peer_copy_plan
-from vllm_kvtier.shapes.tp_mapping import SourceGroup, SourceRegion, TokenRun
+from vllm_kvtier.shapes.tp_mapping import SourceGroup, SourceRegion
 
+_WORDS, _FIRST_WORD, *_CELLS = (
+    peer_copy_plan.REGION_FIELDS.index(name) for name in ("words", "first_word", "first_token", "cell_tokens", "tokens")
+)
 _MAX_SEGMENTS = 1024  # of a round
 _MAX_KINDS = 64  # of a group: layers of one model have one or two
 
@@ -40,15 +43,15 @@ class GroupTable:
         self.group, self.identical_layout, self.num_blocks = part.group, part.identical_layout, num_blocks
         self.shift = part.shift
         self.checksum_table_addr = translate(checksum_table_addr, num_blocks * 8)
-        rows, first = [], 0
-        self._cells: list[tuple[int, int, int, int]] = []  # first token, tokens of a cell, cells, words of all outer
-        for each in (stored for region in part.regions for stored in _in_runs(region)):
-            rows.append(_region_row(each, num_blocks, translate, first))
-            r, words = each.source, rows[-1][8]
-            self._cells.append((r.first_token, r.cell_tokens, r.tokens, words // r.tokens))
-            first += words
+        rows = np.concatenate([_region_rows(each, num_blocks, translate) for each in part.regions])
+        words = rows[:, _WORDS]
+        rows[:, _FIRST_WORD] = np.cumsum(words) - words
+        # (first token, tokens of a cell, cells) -> words of one of these cells, in all rows that have them
+        self._cells: Counter[tuple[int, int, int]] = Counter()
+        for n, first_token, cell_tokens, cells in rows[:, [_WORDS, *_CELLS]].tolist():
+            self._cells[first_token, cell_tokens, cells] += n // cells
         self.block_bytes = sum(each.source.block_bytes for each in part.regions)
-        self.kinds = peer_copy_plan.plan(np.array(rows, dtype=np.int64), shape)
+        self.kinds = peer_copy_plan.plan(rows, shape)
         if len(self.kinds) > _MAX_KINDS:
             raise ValueError(f"group {part.group} has pages of {len(self.kinds)} kinds, more than {_MAX_KINDS}")
         self._tiles = [torch.from_numpy(kind.tiles).to(device) for kind in self.kinds]
@@ -61,7 +64,7 @@ class GroupTable:
     def words(self, valid: np.ndarray) -> np.ndarray:
         """int64 [n]: words that count in blocks with ``valid`` tokens."""
         found = np.zeros(len(valid), dtype=np.int64)
-        for first_token, cell_tokens, cells, words in self._cells:
+        for (first_token, cell_tokens, cells), words in self._cells.items():
             found += np.clip(-(-(valid - first_token) // cell_tokens), 0, cells) * words
         return found
 
@@ -76,44 +79,31 @@ class GroupTable:
         return made
 
 
-def _in_runs(each: SourceRegion) -> list[SourceRegion]:
-    """The same in parts, in the order of the checksum: all cells of a part are stored, or none. The kernel knows words
-    that it stores by their index in a region."""
+def _region_rows(each: SourceRegion, num_blocks: int, translate: Callable[[int, int], int]) -> np.ndarray:
+    """int64 [n, 18] as in REGION_FIELDS but ``first_word``, in the order of the checksum. Of each row all cells are
+    stored, or none: the kernel knows words that it stores by their index in a row."""
     if not each.by_cells:
         raise ValueError(f"cells of {each.source.packing} hold several tokens in an order of their own")
-    s, (first, cells, target) = each.source, each.cell_run
-    if each.run is None or cells == s.tokens:
-        return [each]
-    runs = [(0, first, False), (first, cells, True), (first + cells, s.tokens - first - cells, False)]
-    found = []
-    for outer in range(s.outer):
-        stored = each.first_outer <= outer < each.first_outer + each.outers
-        for at, count, mine in runs:
-            if not count:
-                continue
-            part = msgspec.structs.replace(
-                s, base=s.base + outer * s.outer_stride + at * s.token_stride, outer=1, outer_stride=0, tokens=count,
-                first_token=s.first_token + at * s.cell_tokens, token_stride=s.token_stride if count > 1 else 0,
-            )  # fmt: skip
-            if mine and stored:
-                to = TokenRun(0, count * s.cell_tokens, target * s.cell_tokens)
-                found.append(SourceRegion(part, each.target, 0, 1, each.target_outer + outer - each.first_outer, to))
-            else:
-                found.append(SourceRegion(part, None))
-    return found
-
-
-def _region_row(each: SourceRegion, num_blocks: int, translate: Callable[[int, int], int], first: int) -> tuple:
-    s, t = each.source, each.target
-    word = checksum.word_bytes(s.inner)
+    s, t, (first, count, target) = each.source, each.target, each.cell_run
     base = translate(s.base, (num_blocks - 1) * s.block_stride + s.page_extent)
-    target = (0, 0, 0, 0)
+    word, goes = checksum.word_bytes(s.inner), (0, 0, 0, 0)
     if t is not None:
-        target = (t.base + each.cell_run[2] * t.token_stride, t.block_stride, t.outer_stride, t.token_stride)
-    words = s.block_bytes // word
-    cells = (words, s.inner // word, s.tokens, first, s.first_token, s.cell_tokens, word)
+        goes = (t.base + target * t.token_stride, t.block_stride, t.outer_stride, t.token_stride)
     stored = (0, 0, 0) if t is None else (each.first_outer, each.outers, each.target_outer)
-    return (base, s.block_stride, s.outer_stride, s.token_stride, *target, *cells, *stored)
+    if each.run is None or count == s.tokens:
+        cells = (s.block_bytes // word, s.inner // word, s.tokens, 0, s.first_token, s.cell_tokens, word)
+        return np.array([(base, s.block_stride, s.outer_stride, s.token_stride, *goes, *cells, *stored)], np.int64)
+    runs = [(0, first), (first, count), (first + count, s.tokens - first - count)]  # in each outer index
+    rows = np.zeros((s.outer, len(runs), len(peer_copy_plan.REGION_FIELDS)), np.int64)
+    for row, (at, tokens) in zip(rows[0], runs, strict=True):
+        cells = (tokens * s.inner // word, s.inner // word, tokens, 0, s.first_token + at * s.cell_tokens)
+        row[:4] = base + at * s.token_stride, s.block_stride, 0, s.token_stride if tokens > 1 else 0
+        row[8:15] = *cells, s.cell_tokens, word
+    rows[1:] = rows[0]
+    rows[:, :, 0] += np.arange(s.outer)[:, None] * s.outer_stride
+    ours = rows[each.first_outer : each.first_outer + each.outers, 1]
+    ours[:, 4:8], ours[:, 16], ours[:, 17] = goes, 1, each.target_outer + np.arange(each.outers)
+    return rows[:, [tokens > 0 for _, tokens in runs]].reshape(-1, rows.shape[2])
 
 
 @dataclass
