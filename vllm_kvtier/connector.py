@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm_kvtier.codecs import choice
 from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.containment import Containment, contained
-from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.errors import ConfigError, KVTierError
 from vllm_kvtier.jobs.results import StepResults
 from vllm_kvtier.jobs.transfer_jobs import StepWork
 from vllm_kvtier.logs import get_logger
@@ -136,6 +136,9 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @contained(passes=(KVTierError,))
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        if vars(gpu_block_pool).setdefault("_kvtier", self) is not self:
+            # Each would pin its blocks under a lock of its own, and the workers of both would answer the second one.
+            raise ConfigError("an engine, or a MultiConnector, takes one KVTierConnector, which has all tiers and P/D")
         pool = BlockPool(gpu_block_pool, self._info.group_ids)
         self._scheduler = KVTierConnectorScheduler(self._info, self._options, self._link, pool, self, self.containment)
 

@@ -507,4 +507,4 @@ def test_error_for_the_user_ends_the_start_whichever_method_vllm_calls(contain, 
     made.containment, made._scheduler, made._options, made._link = contain, None, None, ""
     made._info = SimpleNamespace(brings_states=False, group_ids=None)
     with pytest.raises(ConfigError, match="in use"):
-        getattr(made, binds)(SimpleNamespace(block_pool=None))
+        getattr(made, binds)(SimpleNamespace(block_pool=SimpleNamespace()))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from support import Uncontained
 from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -16,6 +17,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_kvtier import connector as ours
+from vllm_kvtier.errors import ConfigError
 from vllm_kvtier.jobs.results import LoadResult
 from vllm_kvtier.vllm_compat.connector_types import WorkerReport
 from vllm_kvtier.vllm_compat.hooks.idle_hook import EngineThread
@@ -95,6 +97,17 @@ def test_engine_thread_without_loop_finds_scheduler_at_first_request(engine):
         half = kvtier(core)._scheduler
         assert half.engine_scheduler is core.scheduler and half._engine.scheduler_lock.known
         half._engine.wake()  # there is no loop, and no queue
+
+
+def test_second_connector_of_one_engine_is_refused(engine):
+    """In a MultiConnector. They would have one link: workers of both copy each block to the slot that one reserved, the
+    later one perhaps after the first one's end, when the block was unpinned and has other content."""
+    core = engine(KVTIER)
+    first = kvtier(core)
+    second = ours.KVTierConnector(first._vllm_config, KVConnectorRole.SCHEDULER, first._kv_cache_config)
+    assert second._link == first._link
+    with pytest.raises(ConfigError, match="one KVTierConnector"):
+        second.bind_gpu_block_pool(core.scheduler.kv_cache_manager.block_pool)
 
 
 def test_engine_thread_with_loop_finds_scheduler_when_idle(engine):
