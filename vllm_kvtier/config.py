@@ -93,7 +93,12 @@ class KVTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         float, _doc("Maximum share of the KV cache for retained blocks; beyond it the oldest are dropped.", gt=0, le=1)
     ] = 0.25
     handoff_share: Annotated[
-        float, _doc("Maximum share of the KV cache for prefills that wait to be pulled.", gt=0, le=1)
+        float,
+        _doc(
+            "Maximum share of the KV cache for prefills that wait to be pulled; one prompt alone may take more.",
+            gt=0,
+            le=1,
+        ),
     ] = 0.9
     follow_share: Annotated[
         float,
@@ -125,7 +130,7 @@ class KVTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Literal["off", "unverified"],
         _doc(
             "Whether an engine with decode or prefill context parallelism stores, loads and pulls KV. off: it computes "
-            "every prompt. unverified: it does, although this has never run on GPUs; needs vLLM 0.32. See "
+            "every prompt. unverified: it does, although not all tests of it have run on GPUs; needs vLLM 0.32. See "
             "`engine-shapes.md`."
         ),
     ] = "off"

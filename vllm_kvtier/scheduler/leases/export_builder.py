@@ -15,7 +15,6 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_kvtier.jobs.transfer_jobs import ChecksumJob
-from vllm_kvtier.logs import get_logger
 from vllm_kvtier.scheduler.context import EngineContext
 from vllm_kvtier.scheduler.integrity.checksum_index import ChecksumEntry, ChecksumIndex, batches
 from vllm_kvtier.scheduler.leases.exports import Export, ExportTable, GroupBlocks, LeaseKind
@@ -23,8 +22,6 @@ from vllm_kvtier.scheduler.matching.request_state import RequestState, lora_fing
 from vllm_kvtier.scheduler.matching.transfer_params import read
 from vllm_kvtier.scheduler.offload.block_tables import Growth, Table
 from vllm_kvtier.vllm_compat import requests as vr
-
-logger = get_logger(__name__)
 
 # Checksums of generated blocks that only engines of this node may want are deferred until there are so many, as many
 # steps passed, or a request ended: each launch costs the engine some hundred microseconds.
@@ -268,11 +265,6 @@ class ExportBuilder:
             raise
         if not taken:
             self._counters.count("export_refused", "budget")
-            if kind is LeaseKind.HANDOFF:
-                logger.warning(
-                    "kvtier: a prefill of %d tokens is not handed off: alone it needs more of the KV cache than "
-                    "handoff_share; the decode engine computes it", state.request.num_tokens,
-                )  # fmt: skip
             return None
         self._counters.count("exports", kind.value)
         return export

@@ -146,12 +146,13 @@ class ExportTable:
     # -- vLLM's scheduler thread ------------------------------------------------------------------------------
 
     def add(self, export: Export) -> bool:
-        """Take over ``export.pinned``. False if it alone exceeds its kind's budget; its blocks are then freed."""
+        """Take over ``export.pinned``. A prefill that alone exceeds the budget is taken, and all others give way. False
+        if an export of another kind does; its blocks are then freed."""
         with self._lock:
             if export.id in self._exports:  # a request id used twice: the newer one counts
                 self._end(self._exports[export.id])
             size = len(export.pinned)
-            if size > self._budget[export.kind]:
+            if size > self._budget[export.kind] and export.kind is not LeaseKind.HANDOFF:
                 self._free_when_ready(export)
                 return False
             self._make_room(export.kind, size)

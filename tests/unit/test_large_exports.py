@@ -1,4 +1,4 @@
-"""Prefills that cannot be handed off; see ``property/test_export_builder`` for those that are."""
+"""Prefills that need much of the KV cache; see ``property/test_export_builder`` for the others."""
 
 from source_fakes import load_context
 from support import FakePool, make_request
@@ -14,15 +14,15 @@ from vllm_kvtier.vllm_compat.hooks.block_pool import BlockPool
 SIZE = 4
 
 
-def test_prefill_that_is_larger_than_the_handoff_share_is_logged(caplog):
+def test_prefill_larger_than_the_handoff_share_is_handed_off_alone():
     load = load_context([(SIZE, None)], SIZE, pool=BlockPool(FakePool(8, SIZE)))
-    exporter = ExportBuilder(load.engine, ExportTable(SIZE, dict.fromkeys(LeaseKind, 2)), load.checksum_index)
-    for prompt in (2 * SIZE, 3 * SIZE):
-        request = make_request("r", list(range(prompt)), SIZE, {"do_remote_decode": True})
+    table = ExportTable(SIZE, dict.fromkeys(LeaseKind, 2))
+    exporter = ExportBuilder(load.engine, table, load.checksum_index)
+    for name, blocks in (("small", [1]), ("large", [2, 3, 4])):
+        request = make_request(name, list(range(len(blocks) * SIZE)), SIZE, {"do_remote_decode": True})
         request.num_computed_tokens = request.num_tokens
         request.append_output_token_ids(1)
         request.status = RequestStatus.FINISHED_LENGTH_CAPPED
-        state = RequestState(request, read(request.kv_transfer_params), RequestLifecycle("r"))
-        export = exporter.finished(state, ([1, 2, 3][: prompt // SIZE],))
-        fits = prompt == 2 * SIZE
-        assert (export is not None) == fits and ("handoff_share" in caplog.text) != fits
+        state = RequestState(request, read(request.kv_transfer_params), RequestLifecycle(name))
+        assert exporter.finished(state, (blocks,)) is not None and table.has(name)
+    assert not table.has("small")
