@@ -80,6 +80,9 @@ def test_copy_engine_stores_on_the_models_stream_only_what_its_ring_has_room_for
     offload.step_launched(1, None)
     offload.step_launched(2, ended)
     offload.poll()
+    assert not link.streams and offload.next_poll() == pytest.approx(module.QUIET_SECONDS)
+    clock.now += module.QUIET_SECONDS
+    offload.poll()
     assert link.streams == ["the model's"] * 2
     assert 0 < offload.next_poll() <= module.STORES_PAUSE, "for calls that end"
     clock.now += 0.15
@@ -89,6 +92,20 @@ def test_copy_engine_stores_on_the_models_stream_only_what_its_ring_has_room_for
     stored += offload.poll().stored
     assert link.streams[3:] and set(link.streams[3:]) == {None}
     assert len(stored + run(offload, clock, 60).stored) == 20
+
+
+def test_copy_engine_stores_on_the_models_stream_at_once_behind_a_launched_step(clock):
+    link = ModelStreamLink(clock)
+    offload = engine(link, clock)
+    offload.poll()
+    offload.model_stream = "the model's"
+    offload.submit_store(store(320, step=1))
+    offload.step_launched(1, SimpleNamespace(query=lambda: True))
+    offload.poll()
+    assert not link.streams
+    offload.step_launched(2, SimpleNamespace(query=lambda: False))
+    offload.poll()
+    assert link.streams == ["the model's"]
 
 
 def test_copy_engine_stores_beside_the_model_once_a_copier_does_not_use_its_stream(clock):
