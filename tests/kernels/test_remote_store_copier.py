@@ -56,7 +56,6 @@ def test_remote_store_load_on_gpu_end_to_end(host, caplog):
     node = FarNode(truth, ranks=2, pages=400)
     keys = np.arange(1, 30, dtype=np.uint64) * np.uint64(7919)
     server = Server(SimpleNamespace(address=node.address, nbytes=node.nbytes), "server of a node")
-    server.register({0})
     stop, reactor, told, results = threading.Event(), Reactor("far"), [], []
 
     def progress():
@@ -70,8 +69,9 @@ def test_remote_store_load_on_gpu_end_to_end(host, caplog):
         assert told == [m.PoolReady(1, "far", worker._ring.nbytes)], caplog.text
         assert worker._ring.on_device is not host, caplog.text
         reactor.start()
-        source = RemoteStoreInfo("node", server.name, node.address, server.metadata, 1)
         slots = node.fill(0, range(1, 30), keys ^ worker._salts[0], rank=1)
+        server.register({0})  # UCX registers it with CUDA, as the copies that fill it did: another process in service
+        source = RemoteStoreInfo("node", server.name, node.address, server.metadata, 1)
         load = GroupLoad(0, np.arange(1, 30), keys, slots)
         worker.load([LoadJob("r", [load], 20.0, "node", remote_store=source)], None)
         eventually(lambda: results, 20)
