@@ -2,22 +2,25 @@
 
     KVTIER_TEST_GPUS=0,1 python -m pytest tests/engines/test_gpu_context_parallel.py
 
-No attention backend of CPUs has it, and this has not run yet: until it has passed, the option ``context_parallel`` is
-off by default. A tiny model with MLA, two ranks an engine. What an engine without the connector answers is right, and
-zeroed blocks change the answers, or the comparisons would prove nothing. What vLLM does not serve here is skipped.
+No attention backend of CPUs has it. On two H200s loads and hand-offs were right, and the last test has not run: until
+it has passed, the option ``context_parallel`` is off by default. A tiny model with MLA, two ranks an engine. What an
+engine computes itself is right, and altered blocks change the answers, or the comparisons would prove nothing. What
+vLLM does not serve here is skipped.
 """
 
+import asyncio
 import json
+from random import random
 from typing import NamedTuple
 
 import pytest
 import tiny_models
 from altering_connector import VARIABLE, altered
-from engine_client import driving, off, random_tokens
+from engine_client import Reply, driving, random_tokens
 from engine_fixtures import TESTS_ON_PATH
 from model_shapes import GPU_FLAGS, GPUS
 from node_fixtures import ASKED, OPTIONS, Node, NodeDriver, runtime_dir, seeded, store_env, store_in
-from test_gpu_kinds import certain, known, noticed, warmed
+from test_gpu_kinds import warmed
 
 from vllm_kvtier.devtools.engines import Engine, kvtier
 from vllm_kvtier.devtools.processes import free_port, kill_all
@@ -30,8 +33,8 @@ pytestmark = [
 BLOCK, ANSWER, LENGTH = 64, 8, 1420  # tokens; the prompt ends within a block
 
 
-class Kind(NamedTuple):
-    tolerance: float = 0.3  # of logprobs, as of MLA in ``test_gpu_kinds``
+# Shares of answers that begin as computed ones do. Of prompts computed twice, alone and beside others, 0.9 did.
+RIGHT, WRONG = 0.7, 0.3
 
 
 def dcp(interleave: int) -> tuple[str, ...]:
@@ -58,6 +61,7 @@ class Made(NamedTuple):
     unserved: dict[str, str]
     driver: NodeDriver
     plan: object
+    warm: set[Engine]
 
 
 @pytest.fixture(scope="module")
@@ -100,17 +104,17 @@ def started(model, folder, log_dir):
             except Exception as error:  # the other engines go on
                 unserved[name] = f"{error!r}\n{engine.log_tail(30)}"
                 kill_all([engine])
-        yield made, unserved, plan
+        yield made, unserved, plan, set()
     finally:
         kill_all(made.values())
 
 
 @pytest.fixture
 async def made(started, folder):
-    engines, unserved, plan = started
+    engines, unserved, plan, warm = started
     async with driving(engines["plain"], NodeDriver) as driver:
         driver.node = Node(engines["none"], engines["none"], engines["plain"], store_in(folder), {})
-        yield Made(engines, unserved, driver, plan)
+        yield Made(engines, unserved, driver, plan, warm)
 
 
 async def pair(made: Made, *names: str) -> list[Engine]:
@@ -120,13 +124,38 @@ async def pair(made: Made, *names: str) -> list[Engine]:
     engines = [made.engines[name] for name in names]
     for engine in engines:
         assert "kvtier: connector: disabled" not in engine.log_tail(100_000), engine.name
-        await warmed(engine)
+        if engine not in made.warm:
+            await warmed(engine)
+            made.warm.add(engine)
     return engines
 
 
-async def right(driver: NodeDriver, reply, prompt) -> None:
-    want = await driver.truth(prompt, ANSWER)
-    assert off(reply, want, Kind().tolerance) < Kind().tolerance, reply.report
+async def known(driver: NodeDriver, engine: Engine, prompts: list[list[int]]) -> list[int]:
+    """Computed, stored as whole virtual blocks, and in the GPU's prefix cache no more. Returns the tokens stored."""
+    lengths = [len(prompt) // (2 * BLOCK) * 2 * BLOCK for prompt in prompts]
+    await asyncio.gather(*(driver.ask(engine, prompt, 1) for prompt in prompts))
+    for prompt, length in zip(prompts, lengths, strict=True):
+        await driver.stored(engine, prompt, length)
+    await driver.until_idle(engine, seconds=70)  # exports of a hand-off that failed may be held for a while
+    await driver.reset(engine)
+    return lengths
+
+
+async def computed(driver: NodeDriver, engine: Engine, prompts: list[list[int]]) -> list[Reply]:
+    """What the engine itself answers without anything of ours: a salt of their own, which nothing was stored under."""
+    asked = (driver.ask(engine, prompt, ANSWER, ASKED, cache_salt=f"computed {random()}") for prompt in prompts)
+    replies = await asyncio.gather(*asked)
+    assert not any(reply.pulled for reply in replies)
+    return replies
+
+
+def agree(what: object, replies: list[Reply], wants: list[Reply]) -> float:
+    """The share of answers that begin with the same token. Logprobs of two shapes of engines are up to 0.4 apart here,
+    so that single answers tell little; of wrong KV hardly any begin with the same one."""
+    same = sum(a.tokens[0] == b.tokens[0] for a, b in zip(replies, wants, strict=True)) / len(wants)
+    apart = sorted(abs(a.logprobs[0] - b.logprobs[0]) for a, b in zip(replies, wants, strict=True))
+    print(json.dumps({"what": what, "same": round(same, 3), "logprob": apart[len(apart) // 2], "of": len(wants)}))
+    return same
 
 
 @pytest.mark.parametrize("names", ALIKE, ids=" to ".join)
@@ -134,64 +163,55 @@ async def test_gpu_dcp_engine_loads_what_another_stored(made, names):
     first, second = await pair(made, *names)
     driver, rng = made.driver, seeded(f"context {names}")
     # Of any length; some shorter than a virtual block, or whole ones.
-    for length in (LENGTH, 2 * BLOCK - 1, 4 * BLOCK, 4 * BLOCK + 1, 700):
-        prompt = random_tokens(rng, length)
-        stored = await known(driver, first, prompt) if length >= 2 * BLOCK else 0
-        for engine in (second, first):
-            reply = await driver.ask(engine, prompt, ANSWER, ASKED)
-            await right(driver, reply, prompt)
-            assert reply.pulled >= min(stored, length - 1), reply.report
-            grown = prompt + reply.tokens + random_tokens(rng, 100)
-            await right(driver, await driver.ask(engine, grown, ANSWER, ASKED), grown)
-        assert stored == length // (2 * BLOCK) * 2 * BLOCK
-    for engine in (first, second):
+    prompts = [random_tokens(rng, n) for n in (LENGTH, 2 * BLOCK - 1, 4 * BLOCK, 4 * BLOCK + 1, 700) for _ in range(4)]
+    stored = await known(driver, first, prompts)
+    for engine in (second, first):
+        replies = [await driver.ask(engine, prompt, ANSWER, ASKED) for prompt in prompts]
+        pulled = [reply.pulled for reply in replies]
+        assert all(n >= min(m, len(p) - 1) for n, m, p in zip(pulled, stored, prompts, strict=True)), pulled
+        assert agree(("loaded", engine.name), replies, await computed(driver, engine, prompts)) >= RIGHT
+        grown = [p + r.tokens + random_tokens(rng, 100) for p, r in zip(prompts, replies, strict=True)]
+        replies = await asyncio.gather(*(driver.ask(engine, prompt, ANSWER, ASKED) for prompt in grown))
+        assert agree(("grown", engine.name), replies, await computed(driver, engine, grown)) >= RIGHT
         assert await driver.kvtier(engine, "integrity_failures") == 0
 
 
 @pytest.mark.parametrize("names", HANDOFFS, ids=" to ".join)
 async def test_gpu_context_parallel_hand_off(made, names):
     prefill, decode = await pair(made, *names)
-    driver, rng, pulled = made.driver, seeded(f"hand-offs {names}"), []
-    for length in (LENGTH, 50, 4 * BLOCK, 4 * BLOCK + 1):
-        prompt = random_tokens(rng, length)
-        for _ in range(2):
-            _, reply = await driver.hand_off(prefill, decode, prompt, ANSWER)
-            await right(driver, reply, prompt)
-            pulled.append((len(prompt), reply.pulled))
-            prompt = prompt + reply.tokens + random_tokens(rng, 150)
-    print(json.dumps({"hand-offs": names, "pulled": pulled}))
-    assert all(count > 0 for _, count in pulled)
-    assert pulled[0][1] >= LENGTH - 2
+    driver, rng = made.driver, seeded(f"hand-offs {names}")
+    prompts = [random_tokens(rng, n) for n in (LENGTH, 50, 4 * BLOCK, 4 * BLOCK + 1) for _ in range(4)]
+    for _ in range(2):
+        replies = [(await driver.hand_off(prefill, decode, prompt, ANSWER))[1] for prompt in prompts]
+        pulled = [reply.pulled for reply in replies]
+        assert min(pulled) > 0, pulled
+        assert agree(("handed off", *names, pulled), replies, await computed(driver, decode, prompts)) >= RIGHT
+        prompts = [p + r.tokens + random_tokens(rng, 150) for p, r in zip(prompts, replies, strict=True)]
     assert await driver.kvtier(decode, "integrity_failures") == 0
 
 
 @pytest.mark.parametrize("names", [("dcp 1", "dcp 64"), ("dcp 1", "none")], ids=" to ".join)
 async def test_gpu_other_runs_of_tokens_are_refused_and_computed(made, names):
     prefill, decode = await pair(made, *names)
-    prompt = random_tokens(seeded(f"refused {names}"), LENGTH)
-    _, reply = await made.driver.hand_off(prefill, decode, prompt, ANSWER)
-    await right(made.driver, reply, prompt)
-    assert reply.pulled == 0 and "runs of 1 over 2 ranks" in decode.log_tail(100_000)
+    prompts = [random_tokens(seeded(f"refused {names} {n}"), LENGTH) for n in range(8)]
+    replies = [(await made.driver.hand_off(prefill, decode, prompt, ANSWER))[1] for prompt in prompts]
+    assert agree(("refused", *names), replies, await computed(made.driver, decode, prompts)) >= RIGHT
+    assert not any(reply.pulled for reply in replies) and "runs of 1 over 2 ranks" in decode.log_tail(100_000)
 
 
 @pytest.mark.parametrize("name", ["dcp 1", "dcp 64"])
 async def test_gpu_dcp_altered_blocks_change_the_answer(made, name):
-    """Zeroed, or exchanged with those of another prompt, on both ranks."""
+    """Zeroed, or exchanged with those of the prompt before, on both ranks."""
     [engine] = await pair(made, name)
-    driver, kind, moved = made.driver, Kind(), {}
-    rng = seeded(f"altered {name}")
-    length = 2 + await known(driver, engine, random_tokens(rng, LENGTH))
-    prompt, other = [await certain(driver, kind, rng, length) for _ in range(2)]
-    for each in (prompt, other):
-        await known(driver, engine, each)
-    want = await driver.truth(prompt, ANSWER)
+    driver, rng, same = made.driver, seeded(f"altered {name}"), {}
+    prompts = [random_tokens(rng, 22 * BLOCK + 2) for _ in range(8)]  # two tokens behind what is loaded
+    await known(driver, engine, prompts)
+    wants = await computed(driver, engine, prompts)
     for plan in ("", "zero 0", "exchange 0", "again"):
-        assert (await driver.ask(engine, other, 1, ASKED)).pulled > 0
-        with altered(made.plan, plan):
-            reply = await driver.ask(engine, prompt, ANSWER, ASKED)
-        assert reply.pulled > 0, reply.report
-        moved[plan] = off(reply, want, kind.tolerance)
-        want = want if plan else reply
         await driver.until_idle(engine)
         await driver.reset(engine)
-    assert noticed(moved, kind), moved
+        with altered(made.plan, plan):
+            replies = [await driver.ask(engine, prompt, ANSWER, ASKED) for prompt in prompts]
+        assert min(reply.pulled for reply in replies) > 0, replies[0].report
+        same[plan] = agree(("altered", name, plan), replies, wants)
+    assert same[""] >= RIGHT and same["again"] >= RIGHT and max(same["zero 0"], same["exchange 0"]) < WRONG, same

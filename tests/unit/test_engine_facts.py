@@ -303,7 +303,7 @@ def test_engine_with_context_parallelism_does_nothing_unless_the_option_says_so(
     config = configure()
     for name, value in sizes.items():
         setattr(config.parallel_config, name, value)
-    assert "has never run on GPUs" in engine_info(config, cache(MLA)).unsupported
+    assert "not fully verified on GPUs" in engine_info(config, cache(MLA)).unsupported
     facts = engine_info(config, cache(MLA), "unverified")
     dcp = sizes.get("decode_context_parallel_size", 1)
     assert not facts.unsupported and facts.groups[0].block_tokens == BLOCK * dcp

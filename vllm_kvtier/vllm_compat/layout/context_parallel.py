@@ -52,7 +52,7 @@ def refuse_context(parallel_config: Any, groups: list[Any], option: str) -> None
         return
     if option != "unverified":
         raise UnsupportedLayout(
-            f"context parallelism ({words}) has never run on GPUs with this connector: context_parallel is {option!r}"
+            f"context parallelism ({words}) is not fully verified on GPUs: context_parallel is {option!r}"
         )
     if not granted(Feature.CONTEXT_PARALLEL):
         raise UnsupportedLayout(f"context parallelism: {refused(Feature.CONTEXT_PARALLEL)}")
