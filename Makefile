@@ -24,6 +24,9 @@ SETUP := .venv/.installed
 HELM := .venv/bin/helm
 endif
 
+# Hundreds of processes import the package and the tests: not each is to compile them anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help venv demo dist docs site test lint clean
 
