@@ -1,33 +1,29 @@
 """An engine's caches in a separate process, to be read, corrupted and killed: ``PeerProcess``."""
 
-import json
-import subprocess
-import sys
+import multiprocessing
 import time
-from dataclasses import asdict
 
-import msgspec
 import numpy as np
 from peer_caches import Group, Layout, content, keys_of, ranks_of, sums_of
 
 from vllm_kvtier.jobs.transfer_jobs import ChecksumJob
-from vllm_kvtier.wire.messages import RankInfo
+
+# Processes are forked by one that has imported torch: importing takes most of a process's time.
+FORKING = multiprocessing.get_context("forkserver")
+FORKING.set_forkserver_preload(["__main__", "vllm_kvtier.worker.nixl_pull.exported_memory"])
 
 
 class PeerProcess:
-    def __init__(self, model, seed, blocks, tp=1, stages=1, layout=None, checksums_ready=None):
+    def __init__(self, model: tuple[Group, ...], seed, blocks, tp=1, stages=1, layout=None, checksums_ready=None):
         """All blocks but 0 have checksums unless ``checksums_ready`` says which."""
         self.content = content(model, seed, blocks)
         checksums_ready = list(range(1, blocks)) if checksums_ready is None else list(checksums_ready)
-        spec = dict(
-            model=[asdict(g) for g in model], seed=seed, blocks=blocks, tp=tp, stages=stages,
-            layout=asdict(layout or Layout()), checksums_ready=checksums_ready,
-        )  # fmt: skip
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, json.dumps(spec)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        line = self.process.stdout.readline()
-        self.infos = msgspec.msgpack.decode(bytes.fromhex(line), type=list[RankInfo])
+        self._link, theirs = FORKING.Pipe()
+        given = (theirs, model, seed, blocks, tp, stages, layout or Layout(), checksums_ready)
+        self.process = FORKING.Process(target=main, args=given)
+        self.process.start()
+        theirs.close()
+        self.infos = self._link.recv()
 
     def poke(self, rank, group, region, block, outer=0, cell=0, byte=0):
         """Flip a bit of a page."""
@@ -39,36 +35,31 @@ class PeerProcess:
 
     def storm(self, rank, block, seconds):
         """For so long, write something else to a block of group 0 and its checksum, and back; returns at once."""
-        print(json.dumps(("storm", rank, block, seconds)), file=self.process.stdin, flush=True)
+        self._link.send(("storm", rank, block, seconds))
 
     def heard(self):
-        assert self.process.stdout.readline() == "done\n"
+        assert self._link.recv() == "done"
 
     def _send(self, *words):
-        print(json.dumps(words), file=self.process.stdin, flush=True)
+        self._link.send(words)
         self.heard()
 
     def kill(self):
         self.process.kill()
-        self.process.wait()
+        self.process.join()
 
     def end(self):
         self.kill()
-        self.process.stdin.close()
-        self.process.stdout.close()
+        self._link.close()
 
 
-def main(spec):
-    model = tuple(Group(**g) for g in spec["model"])
-    layout = spec["layout"]
-    layout["gap"] = tuple(layout["gap"])
-    kept = content(model, spec["seed"], spec["blocks"])
-    ranks = ranks_of(model, kept, spec["tp"], spec["stages"], Layout(**layout))
+def main(link, model, seed, blocks, tp, stages, layout, checksums_ready):
+    ranks = ranks_of(model, content(model, seed, blocks), tp, stages, layout)
     for rank in ranks:
-        sums_of(rank, model, spec["checksums_ready"])
-    print(msgspec.msgpack.encode([rank.info for rank in ranks]).hex(), flush=True)
-    for line in sys.stdin:
-        what, rank, *place = json.loads(line)
+        sums_of(rank, model, checksums_ready)
+    link.send([rank.info for rank in ranks])
+    while True:
+        what, rank, *place = link.recv()
         view, table = ranks[rank].view, ranks[rank].memory.table
         if what == "poke":
             group, region, *cell = place
@@ -77,7 +68,7 @@ def main(spec):
             storm(ranks[rank], *place)
         else:
             table[place[0]] += place[1]
-        print("done", flush=True)
+        link.send("done")
 
 
 def storm(rank, block, seconds):
@@ -93,7 +84,3 @@ def storm(rank, block, seconds):
             0, np.array([block]), keys_of([block + 1000 * turn]), np.full(1, group.block_tokens, np.int32)
         )
         rank.memory.compute_checksums([batch], None)
-
-
-if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
