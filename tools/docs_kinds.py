@@ -35,11 +35,11 @@ NOTES = """* *Stores*: host memory, disk, object stores, cluster pools, and othe
   `bounded_replay`, copies that vLLM rebuilds itself) are left out.
 * `tests/engines/test_cache_kinds_engines.py` and `tests/engines/test_node_store_models.py` compare tiny models with
   engines without the connector on CPUs: full attention, sliding windows, chunked local attention, gated delta net,
-  Mamba 2 and short convolutions. `tests/engines/test_gpu_kinds.py` does it on GPUs, with vLLM 0.33.0. Mamba 1,
-  windows with sinks, gated delta net and short convolutions passed all of it on an H200: conversations loaded from the
-  store, hand-offs, altered blocks of each group, which change the answers, flipped bits and a killed store. Mamba 2
-  passed all but the killed store, which was not reached; chunked local attention and Mamba 2 without attention passed
-  the conversations, hand-offs and altered blocks on an H100. KDA was skipped: vLLM did not serve the tiny model there.
+  Mamba 2 and short convolutions. `tests/engines/test_gpu_kinds.py` does it on GPUs, with vLLM 0.33.0. Mamba 1
+  and 2, windows with sinks, gated delta net, short convolutions and MLA passed all of it on an H200: conversations
+  loaded from the store, hand-offs, altered blocks of each group, which change the answers, flipped bits and a killed
+  store. Chunked local attention and Mamba 2 without attention passed the conversations, hand-offs and altered blocks on
+  an H100. KDA, sparse MLA and MLA with windows were skipped: vLLM did not serve the tiny models there.
   [Limits](limits.md#models-and-parallelism) has the rest.
 """
 
