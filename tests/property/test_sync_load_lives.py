@@ -381,7 +381,7 @@ def test_sync_load_never_returns_wrong_token_or_hangs(make, asynchronous, priori
     total = dict.fromkeys(names, 0)
     for seed in range(30):
         life = Life(make, seed, asynchronous=asynchronous, priority=priority, budget=budget)
-        events = {life.new: 3, life.store_answers: 4, life.step: 12, life.abort: 0.3, life.reset: 0.3}
+        events = {life.new: 3, life.store_answers: 4, life.step: 12, life.abort: 0.3, life.reset: 0.6}
         for _ in range(250):
             life.rng.choices(list(events), list(events.values()))[0]()
         life.end()
