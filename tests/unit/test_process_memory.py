@@ -1,6 +1,7 @@
 """Reading another process's memory: real processes that live, die, unmap, and do not let one in."""
 
 import ctypes
+import errno
 import os
 import subprocess
 import sys
@@ -260,6 +261,27 @@ def test_source_process_end_is_reported_once(source, watched, monkeypatch, descr
     assert gone == ["s/1", "late"] and descriptors_of_processes() == descriptors
     with pytest.raises(KVTierError):
         check(source.shared)
+
+
+def test_source_process_that_cannot_be_looked_up_now_has_not_ended(source, watched, monkeypatch):
+    """Its engine would be unknown from then on."""
+    watch, gone = watched
+    tries, started = [], process_memory._started
+
+    def no_descriptors(pid):
+        tries.append(pid)
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(peer_process_watch, "RECHECK_SECONDS", 0.02)
+    monkeypatch.setattr(os, "pidfd_open", no_descriptors)
+    monkeypatch.setattr(process_memory, "_started", no_descriptors)
+    watch.follow("s/1", [source.shared])
+    eventually(lambda: len(tries) > 3)
+    assert not gone
+    monkeypatch.setattr(process_memory, "_started", started)
+    source.process.kill()
+    source.process.wait()
+    eventually(lambda: gone == ["s/1"])
 
 
 def test_peer_process_watch_stop_closes_descriptors(source):

@@ -16,6 +16,14 @@ logger = get_logger(__name__)
 RECHECK_SECONDS = 2.0
 
 
+def _check(process: Shared) -> None:
+    """Raise KVTierError if it has ended, OSError if that is unknown, as without file descriptors."""
+    try:
+        process_memory.check(process)
+    except KVTierError as error:
+        raise error.__cause__ or error from None
+
+
 class PeerProcessWatch:
     def __init__(self, reactor: Reactor, gone: Callable[[str], None]):
         """``gone`` is called on the reactor's thread, once per source."""
@@ -42,7 +50,7 @@ class PeerProcessWatch:
                 descriptor = os.pidfd_open(each.pid)
                 descriptors.append(descriptor)
                 self._reactor.add_fd(descriptor, lambda events: self._ended(instance))
-                process_memory.check(each)  # another process may have had the pid by then
+                _check(each)  # another process may have had the pid by then
         except (KVTierError, ProcessLookupError):
             self._ended(instance)
         except OSError as error:  # an old kernel, or a sandbox
@@ -54,11 +62,13 @@ class PeerProcessWatch:
             return
         try:
             for each in processes:
-                process_memory.check(each)
+                _check(each)
         except KVTierError:
             self._ended(instance)
-        else:
-            self._reactor.call_later(RECHECK_SECONDS, partial(self._look, instance, processes))
+            return
+        except OSError as error:
+            logger.debug("kvtier: peer fetch: a process cannot be looked up now (%s)", error)
+        self._reactor.call_later(RECHECK_SECONDS, partial(self._look, instance, processes))
 
     def _ended(self, instance: str) -> None:
         descriptors = self._followed.pop(instance, None)
