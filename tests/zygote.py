@@ -12,6 +12,7 @@ of the examples and of the documentation's commands, which their tests run as a 
 processes are forked. ``start_script`` forks for a script that makes an engine in its own process.
 """
 
+import functools
 import gc
 import importlib
 import itertools
@@ -255,6 +256,7 @@ def import_engine(names: Sequence[str]) -> None:
     _override_kernels_once()
     _clear_loggers_once()
     _spin_briefly()
+    _share_gloo_thread()
     gc.collect()
     gc.freeze()  # a child's collector does not touch, and so copy, what was made here
 
@@ -295,6 +297,20 @@ def _spin_briefly() -> None:
     if spin := getattr(broadcast, "SpinCondition", None):  # older vLLM has none
         assert spin.__init__.__defaults__ == (1,)
         spin.__init__.__defaults__ = (0.002,)
+
+
+def _share_gloo_thread() -> None:
+    """Each of the thirteen process groups of a worker has a thread of its own that wakes a hundred times a second."""
+    if distributed := sys.modules.get("torch.distributed.distributed_c10d"):
+        gloo = distributed.ProcessGroupGloo
+        create, device = gloo.__init__, functools.cache(gloo.create_default_device)
+
+        def create_with_device(group: Any, store: Any, rank: int, size: int, timeout: Any) -> None:
+            options = gloo._Options()
+            options._devices, options._timeout = [device()], timeout
+            create(group, store, rank, size, options)
+
+        gloo.__init__ = create_with_device
 
 
 def _start_fork_server() -> None:
