@@ -12,12 +12,11 @@ loaded, the file NAME.groups says how many groups there are. The engine needs th
 
 import os
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import torch
+from faults import ALTER
 
 from vllm_kvtier.connector import KVTierConnector
 from vllm_kvtier.wire.slots import PAGE
@@ -27,7 +26,6 @@ from vllm_kvtier.worker.nixl_pull.exported_memory import CacheMemory
 from vllm_kvtier.worker.nixl_pull.pulls import Pulls
 from vllm_kvtier.worker.peer_fetch.fetch_jobs import PeerFetches
 
-VARIABLE = "KVTIER_ALTER"
 _load, _start, _poll, _check = HostCopier.load, Pulls.start, Pulls.poll, CacheMemory.begin_check
 _cuda_load, _cuda_done, _result = CudaCopier.load, CudaCopy.done, PeerFetches._result
 _random = random.Random("altering")
@@ -37,7 +35,7 @@ _before: dict[int, list[torch.Tensor]] = {}  # by group: the pages of the load b
 
 def _planned(group):
     """What to do with this group, or ""."""
-    how, _, which = Path(os.environ[VARIABLE]).read_text().partition(" ")
+    how, _, which = Path(os.environ[ALTER]).read_text().partition(" ")
     return how if which == str(group) else ""
 
 
@@ -106,7 +104,7 @@ def _altered_poll(self, quick=False):
 
 
 def _alter(view, group, blocks):
-    Path(f"{os.environ[VARIABLE]}.groups").write_text(str(len(view.groups)))
+    Path(f"{os.environ[ALTER]}.groups").write_text(str(len(view.groups)))
     ids, views = torch.from_numpy(blocks), [view.pages(r) for r in view.groups[group].regions]
     loaded = [pages[ids] for pages in views]
     how = _planned(group)
@@ -118,16 +116,6 @@ def _alter(view, group, blocks):
     _before[group] = loaded
     if view.device.type == "cuda":
         torch.cuda.synchronize(view.device)  # the engine's stream does not wait for this thread's
-
-
-@contextmanager
-def altered(file: Path, plan: str) -> Iterator[None]:
-    """The engine that ``file`` is for alters what it loads, as ``plan`` says."""
-    file.write_text(plan)
-    try:
-        yield
-    finally:
-        file.write_text("")
 
 
 class AlteringConnector(KVTierConnector):

@@ -1,16 +1,20 @@
-"""Faults that a test injects into a running engine; ``faulty_connector`` carries them out.
+"""Faults that a test injects into a running engine; ``faulty_connector`` carries them out, and ``altering_connector``
+those of ALTER. Both import vLLM, which takes a test's process ten seconds; this module does not.
 
 The plan is a small file that the engine reads before each operation that can fail, so that a running engine can be
 made faulty and healthy again. Each fault that took effect is appended to a second file, for tests to wait for.
 """
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 VARIABLE = "KVTIER_FAULTS"  # names the plan file in the engine's environment
+ALTER = "KVTIER_ALTER"  # names the file of ``altering_connector``
 
 
 class FaultPlan(msgspec.Struct, forbid_unknown_fields=True):
@@ -57,3 +61,13 @@ class FaultFile:
     def happened(self, what: str) -> int:
         """How often a fault of this name took effect."""
         return self._record.read_text().splitlines().count(what) if self._record.exists() else 0
+
+
+@contextmanager
+def altered(file: Path, plan: str) -> Iterator[None]:
+    """The engine that ``file`` is for alters what it loads, as ``plan`` says."""
+    file.write_text(plan)
+    try:
+        yield
+    finally:
+        file.write_text("")

@@ -9,11 +9,9 @@ import os
 from vllm_kvtier.connector import KVTierConnector
 from vllm_kvtier.worker.peer_fetch import process_memory
 
-VARIABLE = "KVTIER_TESTS_NODE"
-
 
 class SpreadConnector(KVTierConnector):
     def register_kv_caches(self, kv_caches):
-        node = f"node {os.environ[VARIABLE]}"
+        node = f"node {os.environ['KVTIER_TESTS_NODE']}"
         process_memory._node = lambda pid: node
         super().register_kv_caches(kv_caches)

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import pytest
 import tiny_models
-from altering_connector import VARIABLE, altered
 from engine_client import driving, off, random_tokens, with_sources
 from engine_fixtures import TESTS_ON_PATH, start_missing
+from faults import ALTER, altered
 from node_fixtures import ASKED, OPTIONS, Node, NodeDriver, NodeStore, runtime_dir, seeded, store_env, store_in
 
 from vllm_kvtier.devtools.engines import Engine, kvtier
@@ -95,7 +95,7 @@ def pair(request, model_path, log_dir):
     with runtime_dir() as folder:
 
         def engine(role: str, kv: dict | None, blocks: int | None = None) -> Engine:
-            env = {**store_env(folder), **TESTS_ON_PATH, VARIABLE: str(plan)}
+            env = {**store_env(folder), **TESTS_ON_PATH, ALTER: str(plan)}
             return Engine(
                 model, name=f"{request.param}-{role}", kv=kv, block_size=kind.block, num_blocks=blocks, args=kind.flags,
                 log_dir=log_dir, env=env, ready_seconds=240,

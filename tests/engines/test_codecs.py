@@ -28,7 +28,6 @@ from vllm_kvtier.cli import inputs
 from vllm_kvtier.codecs import Codec
 from vllm_kvtier.devtools.engines import Engine, kvtier
 from vllm_kvtier.devtools.processes import free_port, kill_all, start_all
-from vllm_kvtier.quality.recall import NOUNS
 from vllm_kvtier.store.protocol import PAGE
 from vllm_kvtier.wire.slots import PART_ALIGN, REGION_ALIGN, SUM_BYTES, align
 
@@ -187,6 +186,8 @@ class Talk:
     """About so many tokens: codes given in five rounds, with a file to read after each."""
 
     def __init__(self, rng: Random, tokens: int):
+        from vllm_kvtier.quality.recall import NOUNS  # which imports transformers: not where other files are run
+
         nouns = rng.sample(NOUNS, 20)
         names = [f"{one} {other}" for one, other in zip(nouns[::2], nouns[1::2], strict=True)]
         self.codes = {name: str(rng.randrange(10000, 100000)) for name in names}

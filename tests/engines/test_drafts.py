@@ -7,9 +7,9 @@ The draft model is the target, so that with its right KV almost every draft is a
 import json
 
 import pytest
-from altering_connector import VARIABLE
 from engine_client import driving, random_tokens
 from engine_fixtures import TESTS_ON_PATH, start_missing
+from faults import ALTER
 from node_fixtures import OPTIONS, Node, NodeDriver, runtime_dir, seeded, store_env, store_in
 
 from vllm_kvtier.devtools.engines import Engine, kvtier
@@ -32,7 +32,7 @@ async def speculating(plain, model_path, log_dir):
         engine = Engine(
             model_path, name="drafts", kv={**kvtier(extra), **named}, block_size=BLOCK, log_dir=log_dir,
             args=("--dtype", "float32", "--speculative-config", json.dumps(config)), kv_cache_bytes=128 << 20,
-            env={**store_env(folder), **TESTS_ON_PATH, VARIABLE: str(plan)},
+            env={**store_env(folder), **TESTS_ON_PATH, ALTER: str(plan)},
         )  # fmt: skip
         try:
             start_missing([engine, plain])

@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 import pytest
 import tiny_models
-from altering_connector import VARIABLE, altered
 from engine_client import Reply, driving, random_tokens
 from engine_fixtures import TESTS_ON_PATH
+from faults import ALTER, altered
 from model_shapes import GPU_FLAGS, GPUS
 from node_fixtures import ASKED, OPTIONS, Node, NodeDriver, runtime_dir, seeded, store_env, store_in
 from test_gpu_kinds import warmed
@@ -93,7 +93,7 @@ def started(model, folder, log_dir):
             model, name=name.replace(" ", "-"), kv=kv, block_size=BLOCK, tensor_parallel=ranks, log_dir=log_dir,
             args=("--dtype", "bfloat16", "--max-num-batched-tokens", "512", *flags, *GPU_FLAGS),
             gpus=GPUS[:2] if flags else GPUS[:1], kv_cache_bytes=256 << 20, ready_seconds=300,
-            env={**store_env(folder), **TESTS_ON_PATH, VARIABLE: str(plan)},
+            env={**store_env(folder), **TESTS_ON_PATH, ALTER: str(plan)},
         )  # fmt: skip
     try:
         for engine in made.values():

@@ -19,9 +19,9 @@ from typing import NamedTuple
 
 import pytest
 import tiny_models
-from altering_connector import VARIABLE, altered
 from engine_client import Reply, driving, off, random_tokens
 from engine_fixtures import TESTS_ON_PATH
+from faults import ALTER, altered
 from model_shapes import GPU_FLAGS, GPUS
 from node_fixtures import ASKED, OPTIONS, Node, NodeDriver, NodeStore, runtime_dir, seeded, store_env, store_in
 
@@ -132,7 +132,7 @@ def trio(kind: Kind, name: str, model: Path, plan: Path, folder: Path, log_dir: 
             kv = {**kvtier({**extra, **options}), **named}
         return Engine(
             model, name=f"{name}-{role}", kv=kv, block_size=kind.block, args=(*kind.flags, *GPU_FLAGS),
-            log_dir=log_dir, gpus=[gpu], env={**store_env(folder), **TESTS_ON_PATH, VARIABLE: str(plan)},
+            log_dir=log_dir, gpus=[gpu], env={**store_env(folder), **TESTS_ON_PATH, ALTER: str(plan)},
             kv_cache_bytes=512 << 20, ready_seconds=READY,
         )  # fmt: skip
 

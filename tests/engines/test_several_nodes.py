@@ -17,7 +17,6 @@ import pytest
 from engine_client import driving, random_tokens, with_sources
 from engine_fixtures import BLOCK, ENGINE_FLAGS, SHORT, TESTS_ON_PATH, start_missing
 from node_fixtures import NodeDriver, NodeStore, runtime_dir, store_env, store_in
-from spread_connector import VARIABLE
 from zygote import Forked, Zygote
 
 from vllm_kvtier.devtools.engines import Engine, kvtier
@@ -59,7 +58,7 @@ def spread_over(first, second_dir, model_path, log_dir, plain, zygote, key_file)
             flags += ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
             flags += ["--tensor-parallel-size", "2", "--distributed-executor-backend", "mp"]
         kv = {**kvtier({**extra, "endpoint_port": free_port()}), **(named if flags else {})}
-        env = {**TESTS_ON_PATH, VARIABLE: "0", **store_env(runtimes[0])}
+        env = {**TESTS_ON_PATH, "KVTIER_TESTS_NODE": "0", **store_env(runtimes[0])}
         options = {**ENGINE_FLAGS, "args": (*ENGINE_FLAGS["args"], *flags)}
         engines.append(Engine(model_path, name=f"spread-{name}", kv=kv, log_dir=log_dir, env=env, **options))
     one, two = engines
@@ -68,7 +67,7 @@ def spread_over(first, second_dir, model_path, log_dir, plain, zygote, key_file)
     flags[flags.index("--node-rank") + 1] = "1"
 
     def start_second() -> None:
-        env = {**zygote.env, **TESTS_ON_PATH, VARIABLE: "1", **store_env(runtimes[1])}
+        env = {**zygote.env, **TESTS_ON_PATH, "KVTIER_TESTS_NODE": "1", **store_env(runtimes[1])}
         with (log_dir / "spread-second.log").open("ab") as log:
             second.append(zygote.start_script([SCRIPT, *flags], env, log, log))
 

@@ -12,10 +12,9 @@ from test_following import params_of, read_early, until_reading
 
 from vllm_kvtier.devtools.engines import Engine, kvtier
 from vllm_kvtier.devtools.processes import free_port, kill_all
-from vllm_kvtier.vllm_compat.probe.features import granted
-from vllm_kvtier.vllm_compat.probe.row import Feature
+from vllm_kvtier.vllm_compat.version import check_supported
 
-pytestmark = pytest.mark.skipif(not granted(Feature.SYNC_LOADS), reason="this vLLM's forward waits for no load")
+pytestmark = pytest.mark.skipif(check_supported() < (0, 29, 0), reason="this vLLM's forward waits for no load")
 SYNCHRONOUS = "vllm:kvtier_synchronous_loads_total"
 STEP = 1100  # tokens of a prompt that the prefill engine computes in a step
 FAILURES = "vllm:kvtier_integrity_failures_total"
