@@ -78,7 +78,8 @@ class Trio(NamedTuple):
 @pytest.fixture(scope="session", autouse=True)
 def zygote() -> Iterator[Zygote]:
     """Engines of this session start from a process that has imported vLLM, where they can."""
-    zygote = Zygote({**os.environ, **COMMON_ENV, **CPU_ENV, "HF_HUB_OFFLINE": "1"})
+    of_all_workers = os.environ.get("PYTEST_XDIST_TESTRUNUID", "")
+    zygote = Zygote({**os.environ, **COMMON_ENV, **CPU_ENV, "HF_HUB_OFFLINE": "1"}, shared_as=of_all_workers)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Engine, "popen", staticmethod(zygote.popen))
         yield zygote

@@ -1,10 +1,10 @@
 """Engines start from a process that has imported vLLM already: importing takes four fifths of a small one's start.
 
-The zygote is a process of this session that imports the modules of an engine once and has a single thread. For each
-engine it forks a child, which leads a session of its own and runs the server's module as ``python -m`` does. vLLM
-spawns its further processes; in such an engine multiprocessing's fork server makes them instead, forked before the
-engine starts any thread. As with spawning, all that they are given is pickled, and their environment is that of the
-process that starts them.
+The zygote is a process of this session, of all of xdist's workers, that imports the modules of an engine once and has
+a single thread. For each engine it forks a child, which leads a session of its own and runs the server's module as
+``python -m`` does. vLLM spawns its further processes; in such an engine multiprocessing's fork server makes them
+instead, forked before the engine starts any thread. As with spawning, all that they are given is pickled, and their
+environment is that of the process that starts them.
 
 Only what is not yet decided when the modules are imported may differ between engines: the variables LATE. A command of
 another interpreter or module, or with other variables, is started as always, in a new interpreter. So are all engines
@@ -12,6 +12,8 @@ of the examples and of the documentation's commands, which their tests run as a 
 processes are forked. ``start_script`` forks for a script that makes an engine in its own process.
 """
 
+import contextlib
+import errno
 import functools
 import gc
 import importlib
@@ -55,6 +57,7 @@ IMPORTS = (
 OF_TESTS = "KVTIER_"
 LATE = {
     "PYTEST_CURRENT_TEST",
+    "PYTEST_XDIST_WORKER",
     "PYTHONHASHSEED",  # which vLLM's block hashes start from; the hashes of this interpreter's strings stay as they are
     "PYTHONPATH",
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING",
@@ -83,10 +86,14 @@ class Zygote:
     """``popen`` starts what ``subprocess.Popen`` would, from here where it can. The first one starts the zygote.
 
     env: of the processes that it can start, but for LATE.
+    shared_as: a name; several processes with the same one share the zygote that the first of them starts.
     """
 
-    def __init__(self, env: Mapping[str, str], module: str = MODULE, imports: Sequence[str] = IMPORTS):
+    def __init__(
+        self, env: Mapping[str, str], module: str = MODULE, imports: Sequence[str] = IMPORTS, shared_as: str = ""
+    ):
         self._module, self._imports = module, imports
+        self._name = f"\0kvtier-zygote-{shared_as or os.urandom(8).hex()}"
         self._env = dict(env)
         self._process: subprocess.Popen | None = None
         self._link: socket.socket | None = None
@@ -118,28 +125,49 @@ class Zygote:
 
     def ask(self, request: Any, fds: Sequence[int] = ()) -> Any:
         with self._lock:
-            if self._process is None:
-                self._start()
+            if self._link is None:
+                self._link = self._connect()
             socket.send_fds(self._link, [json.dumps(request).encode()], fds)
             answer = self._link.recv(_MESSAGE_BYTES)
         assert answer, "the zygote ended"
         return json.loads(answer)
 
     def close(self) -> None:
-        """It ends when it is not needed; what it forked goes on."""
-        if self._process is not None:
+        """It ends when all have left; what it forked goes on."""
+        if self._link is not None:
             self._link.close()
-            self._process.wait()
+
+    def _connect(self) -> socket.socket:
+        while True:
+            link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            try:
+                link.connect(self._name)
+                link.send(b"null")
+                if link.recv(_MESSAGE_BYTES):  # else it was just ending
+                    return link
+            except OSError as error:
+                if error.errno not in (errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE):
+                    raise
+            link.close()
+            assert self._process is None or self._process.poll() is None, "the zygote ended"
+            self._start()
 
     def _start(self) -> None:
-        self._link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
+        """Unless another process does at this moment."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            try:
+                listener.bind(self._name)
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+                return
+            listener.listen()
             self._process = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno()), *self._imports],
+                [sys.executable, __file__, str(listener.fileno()), *self._imports],
                 env=self._env,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[listener.fileno()],
                 start_new_session=True,  # Ctrl-C is for pytest
             )
 
@@ -178,28 +206,52 @@ class Forked:
 # -- in the zygote -----------------------------------------------------------------------------------------------------
 
 
-def _serve(link: socket.socket) -> dict[str, Any]:
-    """Fork and reap for the session until it ends. Returns in a child, with what that is to run."""
+def _serve(listener: socket.socket) -> dict[str, Any]:
+    """Fork and reap for those that connect until all have left. Returns in a child, with what that is to run."""
     codes: dict[int, int] = {}  # of children that were reaped
+    links: list[socket.socket] = []
     while True:
-        message, fds, _, _ = socket.recv_fds(link, _MESSAGE_BYTES, 2)
-        if not message:
-            sys.exit()
-        request = json.loads(message)
-        if isinstance(request, int):
-            link.send(json.dumps(_exit_code(request, codes)).encode())
-        elif pid := os.fork():
-            codes.pop(pid, None)  # of an earlier child that had this number
-            for fd in fds:
-                os.close(fd)
-        else:
-            os.setsid()  # before it is known by its number, which is that of its group
-            for number, fd in enumerate(fds, 1):
-                os.dup2(fd, number)
-                os.close(fd)
-            with link:
-                link.send(json.dumps(os.getpid()).encode())
-            return request
+        ready, _, _ = select.select([listener, *links], [], [])
+        for link in ready:
+            if link is listener:
+                links.append(listener.accept()[0])
+                continue
+            message, fds, _, _ = _received(link)
+            request = json.loads(message or "null")
+            if not message:
+                link.close()
+                links.remove(link)
+                if not links:
+                    sys.exit()
+            elif request is None:
+                _answer(link, True)
+            elif isinstance(request, int):
+                _answer(link, _exit_code(request, codes))
+            elif pid := os.fork():
+                codes.pop(pid, None)  # of an earlier child that had this number
+                for fd in fds:
+                    os.close(fd)
+            else:
+                os.setsid()  # before it is known by its number, which is that of its group
+                for number, fd in enumerate(fds, 1):
+                    os.dup2(fd, number)
+                    os.close(fd)
+                _answer(link, os.getpid())
+                for each in (listener, *links):
+                    each.close()
+                return request
+
+
+def _received(link: socket.socket) -> tuple[bytes, list[int], int, Any]:
+    try:
+        return socket.recv_fds(link, _MESSAGE_BYTES, 2)
+    except ConnectionResetError:  # it was killed
+        return b"", [], 0, None
+
+
+def _answer(link: socket.socket, answer: Any) -> None:
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it was killed: the next receipt tells
+        link.send(json.dumps(answer).encode())
 
 
 def _exit_code(pid: int, codes: dict[int, int]) -> int | None:

@@ -14,7 +14,7 @@ import pytest
 from support import eventually
 from zygote import Forked, Zygote, _serve
 
-from vllm_kvtier.devtools.processes import Service, ServiceFailed, group_members
+from vllm_kvtier.devtools.processes import Service, ServiceFailed, group_members, lives
 
 # What it is asked to do, it does before it would serve.
 CODE = """
@@ -165,17 +165,42 @@ def test_zygote_wait_reaped_by_other_thread_returns_exit_code(make, monkeypatch)
     assert process.wait() == 5
 
 
+def test_zygote_of_one_name_is_shared_until_all_have_left(tmp_path):
+    script, name = tmp_path / "script.py", os.urandom(8).hex()
+    script.write_text("import os; print(os.getppid())")
+
+    def parent(zygote: Zygote) -> int:
+        with open(tmp_path / "stdout", "w+") as out:
+            assert zygote.start_script([str(script)], os.environ, out, out).wait() == 0
+            out.seek(0)
+            return int(out.read())
+
+    first, second, third, other = (Zygote(os.environ, imports=(), shared_as=each) for each in (name, name, name, ""))
+    common = parent(first)
+    assert parent(second) == common != parent(other)
+    first.close()
+    assert parent(second) == common
+    second.close()
+    eventually(lambda: not lives(common), 10)
+    assert parent(third) != common
+    for each in (third, other):
+        each.close()
+
+
 def test_zygote_reused_pid_has_exit_code_of_new_child(monkeypatch):
     """Whose exit code is not that of the child that had it before."""
-    link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener, link = (socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2))
+    listener.bind("")
+    listener.listen()
+    link.connect(listener.getsockname())
     monkeypatch.setattr(os, "fork", lambda: 4242)
     waits = iter([(4242, 5 << 8), (0, 0)])
     monkeypatch.setattr(os, "waitpid", lambda pid, options: next(waits))
-    with link, theirs, open(os.devnull) as log:
+    with link, listener, open(os.devnull) as log:
         for _ in range(2):
             socket.send_fds(link, [b"{}"], [log.fileno()])
             link.send(b"4242")
         link.shutdown(socket.SHUT_WR)
         with pytest.raises(SystemExit):
-            _serve(theirs)
+            _serve(listener)
         assert [json.loads(link.recv(100)) for _ in range(2)] == [5, None]
