@@ -50,7 +50,34 @@ IMPORTS = (
     "vllm.v1.metrics.loggers",
     "vllm.model_executor.layers.quantization.compressed_tensors.utils",
     "vllm.model_executor.models.qwen3",
+    "vllm_kvtier.codecs.int8",
+    "vllm_kvtier.codecs.k8v4",
+    "vllm_kvtier.codecs.rot4",
     "vllm_kvtier.connector",
+    "vllm_kvtier.vllm_compat.probe.rows",
+    "uvicorn.protocols.http.auto",
+    "uvicorn.protocols.websockets.auto",
+)
+# What an engine's start imports beside them, where this vLLM has it.
+OPTIONAL_IMPORTS = (
+    "model_hosting_container_standards.sagemaker",
+    "vllm.entrypoints.anthropic.api_router",
+    "vllm.entrypoints.cohere.api_router",
+    "vllm.entrypoints.generate.generative_scoring.api_router",
+    "vllm.entrypoints.generate.structured_decisions.api_router",
+    "vllm.entrypoints.openai.chat_completion.api_router",
+    "vllm.entrypoints.openai.completion.api_router",
+    "vllm.entrypoints.openai.models.api_router",
+    "vllm.entrypoints.openai.responses.api_router",
+    "vllm.entrypoints.scale_out.derender.api_router",
+    "vllm.entrypoints.scale_out.render.api_router",
+    "vllm.entrypoints.serve.instrumentator.metrics",
+    "vllm.entrypoints.serve.lora.api_router",
+    "vllm.entrypoints.serve.profile.api_router",
+    "vllm.entrypoints.serve.tokenize.api_router",
+    "vllm.model_executor.layers.quantization.online.base",
+    "vllm.plugins.lora_resolvers.filesystem_resolver",
+    "vllm.renderers.hf",
 )
 # Variables that an engine reads when it starts, not when its modules are imported. PYTHONPATH is where it finds more.
 # All that tests tell their own classes there (OF_TESTS) is read so late as well.
@@ -302,8 +329,10 @@ def fork_instead_of_spawning() -> None:
 
 def import_engine(names: Sequence[str]) -> None:
     """What the processes forked from this one find."""
+    gc.disable()  # next to nothing of what is imported is garbage
     for name in names:
         importlib.import_module(name)
+    _import_and_describe_flags()
     _inspect_models_in_process()
     _override_kernels_once()
     _clear_loggers_once()
@@ -311,6 +340,16 @@ def import_engine(names: Sequence[str]) -> None:
     _share_gloo_thread()
     gc.collect()
     gc.freeze()  # a child's collector does not touch, and so copy, what was made here
+    gc.enable()
+
+
+def _import_and_describe_flags() -> None:
+    if engine := sys.modules.get("vllm.engine.arg_utils"):
+        for name in OPTIONAL_IMPORTS:
+            with contextlib.suppress(ImportError):
+                importlib.import_module(name)
+        # What the parser needs to know of each class of flags is kept: a tenth of a start.
+        engine.EngineArgs.add_cli_args(sys.modules["vllm.utils.argparse_utils"].FlexibleArgumentParser())
 
 
 def _inspect_models_in_process() -> None:
