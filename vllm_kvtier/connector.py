@@ -224,7 +224,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @contained(_SCHEDULER, bool, again=True)
     def has_pending_block_frees(self) -> bool:
-        return self._scheduler.has_pending_frees()
+        return self._scheduler.frees_blocks()
 
     @contained(_SCHEDULER, bool)
     def has_pending_push_work(self) -> bool:

@@ -70,7 +70,7 @@ class Connector(KVConnectorBase_V1, SupportsHMA):
     half = None
     on_new_request = lambda self, request: None  # noqa: E731
     get_num_new_matched_tokens = lambda self, request, computed: self.half.match(request, computed)  # noqa: E731
-    has_pending_block_frees = lambda self: self.half.has_pending_frees()  # noqa: E731
+    has_pending_block_frees = lambda self: self.half.frees_blocks()  # noqa: E731
     start_load_kv = wait_for_layer_load = save_kv_layer = wait_for_save = lambda self, *_, **__: None
 
     def update_state_after_alloc(self, request, blocks, external):
@@ -578,3 +578,17 @@ def test_error_at_the_end_of_a_request_leaves_no_checksum_that_no_step_computes(
     assert life.contain.errors == 1
     for block, (key, valid, _, _) in index._made.items():
         assert life.checksums[block][:2] == (key, valid)
+
+
+def test_blocks_that_are_given_back_and_still_held_delay_no_preemption(make):
+    """vLLM lacks blocks, and exports and copies of blocks that running requests hold end in each step. It waited for
+    them, and no request went on."""
+    life = Life(make, GROUPS["full"], 1, asynchronous=False, write="off")
+    life.shared, life.sessions = False, 0.0
+    for salt in ("a", "b"):
+        life.new([life.rng.randrange(WORDS) for _ in range(100)], 50, salt)
+    for _ in range(300):
+        tables = [life.scheduler.kv_cache_manager.get_block_ids(each.request_id) for each in life.scheduler.running]
+        life.half._exports.put_back([life.pool.pin(ids[:1]) for (ids,) in tables])
+        life.step()
+    assert life.ended_well == 2

@@ -304,6 +304,15 @@ class KVTierConnectorScheduler(SchedulerParts):
         attempt("clearing checksums", self._checksum_index.clear)  # it may name some that no step computes
         self._provenance.remove(request)
 
+    def frees_blocks(self) -> bool:
+        """vLLM lacks blocks for a running request: give back those of exports and copies that have ended. Whether that
+        freed any, for which vLLM waits a step; requests may hold the same ones, and it had better preempt one."""
+        free = self._pool.free_count()
+        self._exporter.drain()
+        if self._offloader is not None:
+            self._offloader.drain()
+        return self._pool.free_count() > free
+
     def has_pending_frees(self) -> bool:
         return self._exports.has_freed() or (self._offloader is not None and self._offloader.has_frees())
 
