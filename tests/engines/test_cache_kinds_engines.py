@@ -64,7 +64,12 @@ KINDS = {
 
 
 # Half as many heads with states and twice as many without, or a block would have 640 tokens.
-SMALL = {"gdn": {"linear_num_key_heads": 1, "linear_num_value_heads": 2, "num_key_value_heads": 4}}
+# And no more layers than two in each group.
+SMALL = {
+    "gdn": {"linear_num_key_heads": 1, "linear_num_value_heads": 2, "num_key_value_heads": 4},
+    "mamba2-only": {"num_hidden_layers": 2},
+    "short-conv": {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2},
+}
 
 
 class Pair(NamedTuple):
