@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Iterator
+from types import ModuleType
 
 import pytest
 import torch
@@ -23,6 +24,34 @@ if not HAS_CUDA and "triton" not in sys.modules:
 
     if before is None:
         del os.environ["TRITON_INTERPRET"]
+
+
+def quicken(interpreter: ModuleType) -> None:
+    """Leave out what Triton's interpreter does in vain. It exchanges the functions of its language not only for a
+    kernel, but again at every call of a function within it; and it makes a table of all types to look one up."""
+    exchange, find, found, modules = interpreter._patch_lang, interpreter._get_np_dtype, {}, []
+
+    def exchange_once(fn):
+        if any(fn.__globals__ is each for each in modules):
+            return None  # it is the kernel that takes all back
+        scope, outermost = exchange(fn), not modules
+        modules.append(fn.__globals__)
+        if outermost:
+            restore = scope.restore
+            scope.restore = lambda: (modules.clear(), restore())
+        return scope
+
+    def find_once(dtype):
+        scalar = dtype.scalar
+        if scalar.name not in found:
+            found[scalar.name] = find(scalar)
+        return found[scalar.name]
+
+    interpreter._patch_lang, interpreter._get_np_dtype = exchange_once, find_once
+
+
+if not HAS_CUDA and hasattr(sys.modules.get("triton.runtime.interpreter"), "_LangPatchScope"):
+    quicken(sys.modules["triton.runtime.interpreter"])
 
 
 @pytest.fixture(scope="module", params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])

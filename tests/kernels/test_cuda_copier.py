@@ -129,7 +129,7 @@ def test_cuda_copier_failed_call_writes_nothing_after_it_raised(load, at):
 
 
 def check_round_trip(world, data, store_choice, load_choice) -> None:
-    view = make_view("cpu")
+    view = make_view("cpu", layers=2)
     layout = part_layout(view.groups[0])
     slots = slot_layout([layout, layout])
     pool, handle = make_pool(40)
@@ -192,7 +192,7 @@ def check_round_trip(world, data, store_choice, load_choice) -> None:
 def test_cuda_copier_gathers_on_the_models_stream_only_if_it_need_not_wait(ring, dmas, calls, data):
     """Where it would, the store gathers on its own stream; the kernels of both may run at once."""
     with faked(data.draw(st.integers(0, 99))) as world:
-        view = make_view("cpu")
+        view = make_view("cpu", layers=1)
         layout = part_layout(view.groups[0])
         choice = Choice(way="staged", programs=2, warps=4, piece_bytes=layout.nbytes, ring=ring, dma_streams=dmas)
         choice = replace(choice, on_model_stream=True)

@@ -86,13 +86,13 @@ def layouts(draw, unit: int):
 
 @st.composite
 def questions(draw):
-    tokens = draw(st.sampled_from([1, 4, 16]))
+    tokens = draw(st.sampled_from([1, 4, 8]))
     unit = draw(st.sampled_from([4, 8, 16]))
     layers = []
     for _ in range(draw(st.integers(1, 3))):
         parts = draw(st.sampled_from([1, 2])) if tokens > 1 else 1
         cell_tokens = draw(st.sampled_from([n for n in (1, 2, tokens) if tokens // parts % n == 0]))
-        layers.append(Layer(unit * draw(st.sampled_from([1, 2, 5, 16, 33])), tokens, parts, cell_tokens))
+        layers.append(Layer(unit * draw(st.sampled_from([1, 2, 5, 8, 17])), tokens, parts, cell_tokens))
     spread = draw(st.sampled_from(SPREADS))
     sources = [draw(layouts(unit)) for _ in range(draw(st.integers(1, 2)))]
     tiles = draw(st.sampled_from([((256, 1), (64, 4)), ((128, 2),), ((64, 1), (32, 2)), ((32, 4),)]))
@@ -223,7 +223,7 @@ def test_peer_copy_between_different_head_divisions_equals_reference(kernel_devi
 def test_peer_copy_is_independent_of_programs_and_tile_shape(kernel_device):
     for tiles in (((64, 1),), ((128, 4),), ((512, 2),)):
         for programs, warps in ((1, 1), (2, 4), (7, 4), (64, 8)):
-            copied(kernel_device, peer_copy_plan.Shape(tiles, warps, programs), inner=256, tokens=8, layers=3)
+            copied(kernel_device, peer_copy_plan.Shape(tiles, warps, programs), 5, inner=128, tokens=8, layers=3)
 
 
 def test_peer_copy_of_more_rows_than_one_launch_runs_in_rounds(kernel_device):
