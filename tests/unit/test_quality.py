@@ -1,6 +1,7 @@
 """Measuring what codecs cost, on the small model that ships with the project."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from vllm_kvtier.quality import record as records
 
 pytest.importorskip("transformers")
 BF16 = torch.bfloat16
+TEXT = [Path(measure.__file__).parent]  # all of the package takes seconds to tokenize
 RAW = codecs.get("raw")
 
 
@@ -62,7 +64,7 @@ def loaded(root):
 
 @pytest.fixture(scope="module")
 def ids(loaded):
-    return text.token_ids(loaded[1], text.read([])[1])
+    return text.token_ids(loaded[1], text.read(TEXT)[1])
 
 
 def test_quality_round_trip_of_numbers_through_codec():
@@ -221,7 +223,7 @@ def test_quality_command_measures_and_saves_a_record(root, tmp_path):
     app = Typer()
     app.command("quality")(command.quality)
     options = ["--model", str(root / "models" / "recall-6m"), "--codecs", "int8,raw", "--device", "cpu"]
-    options += ["--windows", "2", "--window-tokens", "64", "--records", str(tmp_path)]
+    options += ["--windows", "2", "--window-tokens", "64", "--records", str(tmp_path), "--text", str(TEXT[0])]
     asked = CliRunner().invoke(app, [*options, "--questions", "10", "--lengths", "400,99999", "--json"])
     assert asked.exit_code == 0, asked.output
     record = json.loads(asked.stdout)

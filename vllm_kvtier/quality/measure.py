@@ -48,6 +48,8 @@ def measure(options: Options, progress: Progress = lambda what, done, of: None) 
     """Raises KVTierError for a model, a text or a codec that cannot be measured."""
     wanted = {name: codecs.get(name) for name in options.codecs or codecs.names()}
     wanted.pop(Codec.RAW, None)
+    if not wanted:
+        raise KVTierError("no codec to measure: raw changes nothing")
     loaded = load(options)
     model, tokenizer, dtype = loaded
     name, words = text.read(options.text)
@@ -130,7 +132,7 @@ def _drop_unsupported(wanted: dict[str, Codec], widths: dict[int, tuple[int, int
             remarks.append(f"{name} is not measured: {error}")
             del wanted[name]
     if not wanted:
-        raise KVTierError("; ".join(remarks) or "no codec to measure: raw changes nothing")
+        raise KVTierError("; ".join(remarks))
     return remarks
 
 
