@@ -1,5 +1,6 @@
 """What every level of the tests shares."""
 
+import gc
 import logging
 import os
 import tempfile
@@ -55,6 +56,14 @@ def way(request, run_dir, monkeypatch) -> str:
     if request.param == "unix":
         monkeypatch.setattr(endpoint_support.Asker, "near", "source/1")
     return request.param
+
+
+def pytest_collectstart() -> None:
+    gc.disable()  # it would look again and again at a million objects of imported modules, which all stay
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
 
 
 def pytest_runtest_setup() -> None:

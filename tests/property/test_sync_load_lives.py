@@ -125,9 +125,10 @@ class Runner:
 
     def _compute(self, name, count):
         state = self.states[name]
+        before = [self.cells[state.blocks[i // HASH_BLOCK_SIZE]][i % HASH_BLOCK_SIZE] for i in range(state.computed)]
         for at in range(state.computed, state.computed + count):
-            before = [self.cells[state.blocks[i // HASH_BLOCK_SIZE]][i % HASH_BLOCK_SIZE] for i in range(at)]
-            self.cells[state.blocks[at // HASH_BLOCK_SIZE]][at % HASH_BLOCK_SIZE] = fold(before, state.tokens[at])
+            before.append(fold(before, state.tokens[at]))
+            self.cells[state.blocks[at // HASH_BLOCK_SIZE]][at % HASH_BLOCK_SIZE] = before[at]
         end = state.computed + count
         if end < len(state.tokens):
             return []
