@@ -46,8 +46,9 @@ NO_BLOCK_FILLS = {
 BLOCK_FILLS = {1: 50, 64: 1400, 256: 5450}
 # With lots of 16 blocks, per block.
 CALLS_A_BLOCK = 1.7
-THREAD_CALLS_A_BLOCK = {"kvtier-scheduler": 2.7, "kvtier-worker-0": 1.6}  # half of them on a machine with time
-WAKES_A_STEP = {"kvtier-scheduler": 0.2, "kvtier-worker-0": 0.4}
+# A machine with time needs a third of them: what comes while a thread waits for a core is taken at once or singly.
+THREAD_CALLS_A_BLOCK = {"kvtier-scheduler": 4.0, "kvtier-worker-0": 2.4}
+WAKES_A_STEP = {"kvtier-scheduler": 0.3, "kvtier-worker-0": 0.6}
 STATS_OF_SAMPLED_STEP = 21  # get_kv_connector_stats, in every eighth step, whose time is observed
 # Requests -> the same of any other step, which may have to unpin what has been stored: 2 a request.
 OTHER_STEPS = {1: 95, 64: 200, 256: 600}
