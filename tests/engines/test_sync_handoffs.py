@@ -173,7 +173,7 @@ async def test_clients_that_leave_before_verification_leak_nothing(pair, driver)
         prompt = random_tokens(rng, 2500)
         first = await driver.prefill(p, prompt)
         await driver.disconnect(d, prompt, rng.uniform(0.0, 0.1), first.params)
-        await driver.until_no_exports(p)
+        await driver.until_no_exports(p, seconds=10.0)  # a server that never saw the request leaves them their time
         await driver.assert_right(await driver.ask(d, prompt), prompt, "whatever it finds")
 
 
