@@ -21,7 +21,7 @@ from vllm_kvtier.worker.nixl_pull import staged_reads
 from vllm_kvtier.worker.peer_fetch.fetch_jobs import PeerFetches
 from vllm_kvtier.worker.peer_fetch.host_copier import HostPeerCopier
 
-BLOCKS = 24
+BLOCKS = 32  # more than the longest prompt has of the smallest size, and the null block
 
 
 @pytest.fixture(autouse=True)
