@@ -238,7 +238,8 @@ class Machine(RuleBasedStateMachine):
             self.check(number)
 
     def publish_idle(self, number):
-        while said := self.events[number].take(self.most):
+        while self.events[number].behind:  # some blocks that are compared have no event
+            said = self.events[number].take(self.most)
             for router in self.routers[number]:
                 router.said(said)
 
