@@ -63,10 +63,9 @@ LINT = $(PY) -m ruff check . && $(PY) -m mypy
 lint: $(SETUP)
 	@$(LINT)
 
-# Levels that compute run two files at a time, beside lint; three were no faster. Tests with engines and chaos tests run
-# three at a time, because they wait, for messages and for processes that start, die and hang. Chaos tests with engines
-# are in files called test_engines_*. The others do not run beside the levels that compute, because some of them measure
-# delays.
+# Three files at a time: tests wait for messages, and for processes that start, die and hang. Lint runs beside the levels
+# that compute. Chaos tests with engines are in files called test_engines_*. The others do not run beside the levels that
+# compute, because some of them measure delays.
 # Files are handed out in order: those that take longest first, or one of them would run alone at the end.
 LONGEST := $(patsubst %,tests/engines/test_%.py,docs_engines configurations internal_errors conversations cache_kinds_engines \
 	node_store node_store_models codecs sleep_engines sync_loads models peer_fetch tiers) \
@@ -84,7 +83,7 @@ endif
 
 test: $(SETUP) $(HELM)
 	@status=0; mkdir -p .cache; ($(LINT)) > .cache/lint.log 2>&1 & lint=$$!; \
-	if [ -n "$(COMPUTES)" ]; then $(PY) -m pytest -n 2 --dist loadfile $(PYTEST_ARGS) $(COMPUTES) || status=$$?; fi; \
+	if [ -n "$(COMPUTES)" ]; then $(PY) -m pytest -n 3 --dist loadfile $(PYTEST_ARGS) $(COMPUTES) || status=$$?; fi; \
 	if [ -n "$(WAITS)" ]; then $(PY) -m pytest -n 3 --dist loadfile $(PYTEST_ARGS) $(WAITS) || status=$$?; fi; \
 	if [ -n "$(strip $(ENGINES))" ]; then $(PY) -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS) \
 		$(foreach file,$(LONGEST),$(filter $(file),$(ENGINES))) $(filter-out $(LONGEST),$(ENGINES)) || status=$$?; fi; \

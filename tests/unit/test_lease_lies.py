@@ -79,7 +79,7 @@ def test_lease_server_malformed_messages_do_not_affect_other_peers(shared_source
 
 @pytest.fixture(scope="module")
 def shared_source():
-    source, asker = Source(), Asker()
+    source, asker = Source(lease_seconds=60.0), Asker()  # no lease ends by itself
     source.table.add(export("keep", kind=LeaseKind.RETAINED, seconds=1000))
     yield source, asker
     asker.stop()
