@@ -79,6 +79,7 @@ def test_copy_engine_stores_on_the_models_stream_only_what_its_ring_has_room_for
         offload.submit_store(store(32, step=1))
     offload.step_launched(1, None)
     offload.step_launched(2, ended)
+    offload.poll(stores=False)
     offload.poll()
     assert not link.streams and offload.next_poll() == pytest.approx(module.QUIET_SECONDS)
     clock.now += module.QUIET_SECONDS
@@ -99,11 +100,12 @@ def test_copy_engine_stores_on_the_models_stream_at_once_behind_a_launched_step(
     offload = engine(link, clock)
     offload.poll()
     offload.model_stream = "the model's"
-    offload.submit_store(store(320, step=1))
     offload.step_launched(1, SimpleNamespace(query=lambda: True))
     offload.poll()
+    offload.submit_store(store(320, step=1))
+    offload.poll()
     assert not link.streams
-    offload.step_launched(2, SimpleNamespace(query=lambda: False))
+    offload.step_launched(2, SimpleNamespace(query=lambda: True))  # so small a model that it has ended already
     offload.poll()
     assert link.streams == ["the model's"]
 

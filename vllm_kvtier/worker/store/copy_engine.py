@@ -183,6 +183,7 @@ class CopyEngine:
         self._backing: Backing | None = None  # of the jobs in the queues
         self._piece_bytes = 1  # of its copier
         self._launched = -1
+        self._behind_step = False  # whether a step was launched since the last poll
         self._step_events: deque[tuple[int, Any]] = deque(maxlen=STEP_EVENTS)
         # Whether the copier gathers stores on the model's stream unless they are overdue; and that (torch.cuda.Stream).
         self.on_model_stream = False
@@ -200,7 +201,7 @@ class CopyEngine:
         ended. Raises ValueError for steps that go backwards."""
         if step < self._launched:
             raise ValueError(f"step {step} was launched after step {self._launched}")
-        self._launched = step
+        self._launched, self._behind_step = step, True
         self._step_events.append((step, event))
 
     def submit_store(self, job: StoreJob) -> None:
@@ -268,6 +269,7 @@ class CopyEngine:
         while (loading and self._issue_load()) | (stores and self._issue_store()):
             if self._clock() >= now + MAX_RUN:
                 break
+        self._behind_step = False
         # Last, where nothing can raise any more: results that were taken are known nowhere else.
         return EndedCopy(self.loads.take_results(), *self.stores.take_results())
 
@@ -378,7 +380,7 @@ class CopyEngine:
     def _quiet_at(self) -> float:
         """When the last step will have ended so long ago that stores need not wait for another."""
         step, ended = self._step_ends[-1] if self._step_ends else (-1, -math.inf)
-        return ended + QUIET_SECONDS if step == self._launched else -math.inf
+        return ended + QUIET_SECONDS if step == self._launched and not self._behind_step else -math.inf
 
     def _overdue_at(self) -> float:
         """When the oldest store will have waited for too long; infinity if its step has not ended."""
