@@ -21,7 +21,6 @@ def link(clock):
     return Link(clock)
 
 
-
 def once(function):
     """``function``, but that its first call raises."""
     calls = []
