@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from offloader_harness import GROUPS, HASH_BLOCK_SIZE, Engine, flush, run, stored
+from offloader_harness import BLOCKS, GROUPS, HASH_BLOCK_SIZE, Engine, flush, run, stored
 from support import WITHOUT_SHRINKING, make_request, step_output
 
 from vllm_kvtier.scheduler.offload import offloader
@@ -95,3 +95,23 @@ def test_offloader_reserves_prompt_soon_and_output_in_larger_batches():
     first, second = steps[:2]
     assert soon <= first <= soon + 6, "a few steps for the prompt, and then some more"
     assert late <= second - first <= late + HASH_BLOCK_SIZE + 1, "from the next block on"
+
+
+@pytest.mark.parametrize("scarce", [False, True])
+def test_offloader_reserves_output_soon_when_blocks_are_scarce(scarce):
+    """Its request may end, and vLLM give its blocks to a prompt, before a large lot is full."""
+    soon, late = offloader.RESERVE_AFTER_STEPS
+    engine = Engine(GROUPS["full"], 1, 0, step_tokens=1 << 20)  # a step takes any block that is free
+    engine.new_request([i % 7 for i in range(6 * HASH_BLOCK_SIZE + 3 * late)], 6 * HASH_BLOCK_SIZE)
+
+    def steps(count):
+        for _ in range(count):
+            engine.step(every=1.1)
+            engine.reactor.run()
+
+    steps(soon + 6)
+    assert len(engine.tier.asked) == 1, "the prompt's"
+    for block in engine.fake.free_ids()[BLOCKS // 5 if scarce else BLOCKS // 3 :]:
+        engine.fake.take(block)
+    steps(soon + HASH_BLOCK_SIZE + 1)
+    assert len(engine.tier.asked) == (2 if scarce else 1)

@@ -48,7 +48,8 @@ from vllm_kvtier.wire import link as m
 
 # Blocks are reserved together: every thread that handles a message takes the interpreter from the engine's. A long
 # prompt reserves at once, so that its copy begins behind its forward; a short one and an ended request soon, because
-# other requests may begin with them; generated blocks in large lots.
+# other requests may begin with them; generated blocks in large lots, unless vLLM is short of blocks and would have them
+# before they are copied.
 RESERVE_AT_BLOCKS = 32, 256  # of a batch with blocks of prompts or ended requests, and without
 RESERVE_AFTER_STEPS = 8, 64  # the same
 MAX_REWINDS = 2
@@ -355,8 +356,9 @@ class Offloader:
 
     def _ask(self, now: bool) -> None:
         """Have the collected blocks reserved, once that is worth a message."""
+        scarce = self._pool.free_count() < self._spare
         for key, batch in list(self._open.items()):
-            kind = 0 if batch.soon else 1
+            kind = 0 if batch.soon or scarce else 1
             late = self._step - batch.since >= RESERVE_AFTER_STEPS[kind]
             if now or late or batch.count >= RESERVE_AT_BLOCKS[kind]:
                 self.jobs.ask(batch, self.events, now)
