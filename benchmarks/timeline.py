@@ -4,6 +4,7 @@
         --connectors kvtier-mapped-follow kvtier-mapped
     python benchmarks/timeline.py show /tmp/times --last 2      # the last two seconds
     python benchmarks/timeline.py steps /tmp/times --requests 64
+    python benchmarks/timeline.py bursts /tmp/times --requests 64
 
 ``run``: each Python process of the command loads this file at its start and wraps the methods of HOOKS when their
 module is imported. Each process writes a line a call to FOLDER/<pid>.jsonl: when it began (``time.perf_counter``, the
@@ -15,9 +16,14 @@ costs some 15 microseconds more.
 ``steps``: the device's time for the steps that compute one token of each of so many requests, by CUDA events around the
 forward and the sampling of each step (vLLM's second model runner; a step costs some 20 microseconds more): milliseconds
 of the gap before it, the forward and the sampling, by engine. The first 200 such steps of an engine are left out.
+
+``bursts``: where so many requests came to an engine at once, medians of what happened in the 0.2 s from the first one
+on: the device's time in steps that compute prompts, when the last request was there, and each method's calls and
+milliseconds. The first burst of an engine is left out.
 """
 
 import argparse
+import bisect
 import functools
 import importlib.abc
 import importlib.util
@@ -31,6 +37,7 @@ import threading
 import time
 from collections import deque
 from importlib.machinery import ModuleSpec
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -58,6 +65,9 @@ HOOKS = {
 RUNNER = "vllm.v1.worker.gpu.model_runner"
 STEPS = ".steps"
 WARM_UP = 200
+BURST_SECONDS = 0.2
+BURST_PAUSE = 0.3  # seconds without a new request before a burst
+DECODES_BETWEEN = 30  # steps
 
 
 class Lines:
@@ -223,6 +233,54 @@ def steps(folder: Path, requests: int) -> None:
             print(f"{file.name.removesuffix(STEPS):>8} {connector:20} {len(found):6}   {', '.join(cells)}")
 
 
+def bursts(folder: Path, requests: int) -> None:
+    for file in sorted(folder.glob(f"*{STEPS}")):
+        (connector,), *rows = [json.loads(line) for line in file.read_text().splitlines()]
+        calls = sorted(json.loads(line) for line in file.with_suffix(".jsonl").read_text().splitlines())
+        added = [call[0] for call in calls if call[2] == "EngineCore.add_request"]
+        starts = [at for before, at in pairwise([0.0, *added]) if at - before > BURST_PAUSE]
+        found = []
+        for start in starts:
+            until = bisect.bisect_left(added, start + BURST_PAUSE)
+            if until - bisect.bisect_left(added, start) < requests:
+                continue
+            took: dict[str, list[float]] = {}
+            for begin, seconds, method, *_ in calls[bisect.bisect_left(calls, [start]) :]:
+                if begin > start + BURST_SECONDS:
+                    break
+                of_method = took.setdefault(method, [0, 0.0])
+                of_method[0] += 1
+                of_method[1] += 1e3 * seconds
+            found.append((1e3 * (added[until - 1] - start), took))
+        prompts = _prompt_steps(rows, requests)[1:]
+        if len(found) < 2 or not prompts:
+            continue
+        forward, sampling = (statistics.median(sum(row[i] for row in each) for each in prompts) for i in (3, 4))
+        last = statistics.median(at for at, _ in found[1:])
+        device = f"{forward:.1f} + {sampling:.1f}"
+        print(f"{file.stem} {connector}, {len(found) - 1} bursts: device {device}, last request {last:.1f}")
+        for method in sorted({name for _, took in found for name in took}):
+            count, milliseconds = (
+                statistics.median(took.get(method, (0, 0.0))[i] for _, took in found[1:]) for i in (0, 1)
+            )
+            print(f"    {method:50} {count:6.1f} {milliseconds:8.2f}")
+
+
+def _prompt_steps(rows: list[list[float]], requests: int) -> list[list[list[float]]]:
+    """Steps that compute more than a token a request, by burst: those between which few others ran."""
+    groups: list[list[list[float]]] = []
+    others = DECODES_BETWEEN
+    for row in rows:
+        if row[1] > row[0]:
+            if others >= DECODES_BETWEEN:
+                groups.append([])
+            groups[-1].append(row)
+            others = 0
+        else:
+            others += 1
+    return [group for group in groups if max(row[0] for row in group) >= requests // 2]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     todo = parser.add_subparsers(dest="todo", required=True)
@@ -235,11 +293,16 @@ def main() -> None:
     three = todo.add_parser("steps")
     three.add_argument("folder", type=Path)
     three.add_argument("--requests", type=int, default=64, help="of a step")
+    four = todo.add_parser("bursts")
+    four.add_argument("folder", type=Path)
+    four.add_argument("--requests", type=int, default=64, help="that come at once")
     args = parser.parse_args()
     if args.todo == "show":
         show(args.folder, args.last)
     elif args.todo == "steps":
         steps(args.folder, args.requests)
+    elif args.todo == "bursts":
+        bursts(args.folder, args.requests)
     else:
         sys.exit(run(args.folder, args.command))
 
