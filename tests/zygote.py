@@ -8,11 +8,12 @@ environment is that of the process that starts them.
 
 Only what is not yet decided when the modules are imported may differ between engines: the variables LATE. A command of
 another interpreter or module, or with other variables, is started as always, in a new interpreter. So are all engines
-of the examples and of the documentation's commands, which their tests run as a user does; of the latter, further
-processes are forked. ``start_script`` forks for a script that makes an engine in its own process.
+of the examples, which their tests run as a user does. ``start_script`` forks for a script that makes an engine in its
+own process, and ``run_command`` for a command of a shell.
 """
 
 import contextlib
+import ctypes
 import errno
 import functools
 import gc
@@ -27,6 +28,7 @@ import multiprocessing.util
 import os
 import runpy
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -34,7 +36,9 @@ import threading
 import traceback
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
+
+from vllm_kvtier.devtools.processes import LEASH
 
 MODULE = "vllm.entrypoints.openai.api_server"
 # What its processes import before they read any of their flags.
@@ -106,6 +110,7 @@ SET_BY_IMPORTS = {
     "TORCHINDUCTOR_COMPILE_THREADS",
     "TRITON_CACHE_AUTOTUNING",
 }
+OF_SESSION = OF_TESTS + "ZYGOTE"  # a variable: the name of the zygote that a session's processes share
 _MESSAGE_BYTES = 1 << 18
 
 
@@ -113,14 +118,16 @@ class Zygote:
     """``popen`` starts what ``subprocess.Popen`` would, from here where it can. The first one starts the zygote.
 
     env: of the processes that it can start, but for LATE.
-    shared_as: a name; several processes with the same one share the zygote that the first of them starts.
+    shared_as: a name; several processes with the same one share the zygote that the first of them starts (default: a
+    new one).
     """
 
     def __init__(
         self, env: Mapping[str, str], module: str = MODULE, imports: Sequence[str] = IMPORTS, shared_as: str = ""
     ):
         self._module, self._imports = module, imports
-        self._name = f"\0kvtier-zygote-{shared_as or os.urandom(8).hex()}"
+        self.shared_as = shared_as or os.urandom(8).hex()
+        self._name = f"\0kvtier-zygote-{self.shared_as}"
         self._env = dict(env)
         self._process: subprocess.Popen | None = None
         self._link: socket.socket | None = None
@@ -144,6 +151,17 @@ class Zygote:
         assert _fixed(env) == _fixed(self._env), set(env.items()) ^ set(self._env.items())
         request = {"argv": list(argv), "env": dict(env), "cwd": os.getcwd(), "script": True}
         return Forked(self, self.ask(request, [stdout.fileno(), stderr.fileno()]))
+
+    def run_command(self, script: str) -> NoReturn:
+        """In a process that a shell started for a command: have a forked one run ``script`` with its arguments,
+        environment and network, and end as that does. When this one is killed, so is that with its group."""
+        request = {"argv": [script, *sys.argv[1:]], "env": dict(os.environ), "cwd": os.getcwd(), "script": True}
+        child = Forked(self, self.ask({**request, "beside": os.getpid()}, [1, 2]))
+        leash = subprocess.Popen([*LEASH, str(child.pid)], stdin=subprocess.PIPE, start_new_session=True)
+        signal.signal(signal.SIGTERM, lambda *_: os.kill(child.pid, signal.SIGTERM))
+        code = child.wait()
+        leash.kill()
+        sys.exit(code if code >= 0 else 128 - code)
 
     @property
     def env(self) -> dict[str, str]:
@@ -291,7 +309,18 @@ def _exit_code(pid: int, codes: dict[int, int]) -> int | None:
     return codes[pid]
 
 
+def _enter_namespaces(pid: int) -> None:
+    """Those of a process in another network; it sees the devices of that in files."""
+    for kind in ("net", "mnt"):
+        if os.readlink(path := f"/proc/{pid}/ns/{kind}") != os.readlink(f"/proc/self/ns/{kind}"):
+            with open(path) as file:
+                if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), 0):
+                    raise OSError(ctypes.get_errno(), "setns", path)
+
+
 def _run(request: dict[str, Any]) -> None:
+    if "beside" in request:
+        _enter_namespaces(request["beside"])
     os.chdir(request["cwd"])
     _set_environ(request["env"])
     fork_instead_of_spawning()

@@ -26,6 +26,11 @@ MASTER = "docs-mooncake-master"
 KEYS = {"AWS_ACCESS_KEY_ID": "anybody", "AWS_SECRET_ACCESS_KEY": "anything", "AWS_DEFAULT_REGION": "us-east-1"}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def forked_engines(zygote):
+    zygote.ask(None)  # it starts in this process, not for the first of a page's commands
+
+
 @pytest.fixture(scope="module")
 def objects():
     server = S3Server().start()

@@ -11,6 +11,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+import zygote as zygote_module
 from support import eventually
 from zygote import Forked, Zygote, _serve
 
@@ -127,6 +128,51 @@ def test_zygote_start_script_separates_stdout_and_stderr(tmp_path):
             zygote.start_script([str(script)], {**env, "OMP_NUM_THREADS": "7"}, stdout, stderr)
     assert [file.read_text() for file in files] == ["['one'] True /somewhere\n", "error\n"]
     zygote.close()
+
+
+COMMAND = """
+import os, signal, sys
+print(sys.argv[1:], "email.mime.text" in sys.modules, os.getcwd(), os.environ["OF_PAGE"], flush=True)
+if sys.argv[1] == "hang":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(4))
+    print(os.getpid(), flush=True)
+    signal.pause()
+sys.exit(int(sys.argv[1]))
+"""
+
+
+@pytest.fixture
+def command(tmp_path):
+    """Starts a command that a forked process runs, as a shell does."""
+    (tmp_path / "script.py").write_text(COMMAND)
+    zygote = Zygote(os.environ, imports=("email.mime.text",), shared_as=os.urandom(8).hex())
+    zygote.ask(None)
+    code = f"from zygote import Zygote; Zygote({{}}, shared_as={zygote.shared_as!r}).run_command('script.py')"
+    env = {**os.environ, "OF_PAGE": "here", "PYTHONPATH": str(Path(zygote_module.__file__).parent)}
+
+    def start(*words: str) -> subprocess.Popen:
+        return subprocess.Popen(
+            [sys.executable, "-c", code, *words], cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True
+        )
+
+    yield start
+    zygote.close()
+
+
+def test_zygote_run_command_ends_as_forked_process_does(command, tmp_path):
+    said, _ = (process := command("3", "words")).communicate()
+    assert process.returncode == 3 and said == f"['3', 'words'] True {tmp_path} here\n"
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 4), (signal.SIGKILL, -signal.SIGKILL)])
+def test_zygote_signal_to_command_ends_forked_process(command, number, code):
+    process = command("hang")
+    process.stdout.readline()
+    child = int(process.stdout.readline())
+    process.send_signal(number)
+    assert process.wait() == code
+    eventually(lambda: not lives(child), 10)
+    process.stdout.close()
 
 
 @pytest.mark.parametrize("what", ["environment", "module"])

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 POLL_SECONDS = 0.25  # between health checks of a starting service; its death is noticed at once
-_LEASH = 'read -r _; kill -s KILL -- "-$1"'  # POSIX sh
+# Kills the group of the process whose number is the next word when its input ends (POSIX sh).
+LEASH = ("sh", "-c", 'read -r _; kill -s KILL -- "-$1"', "leash")
 # The last line of a traceback, wherever a logger's prefix puts it.
 _ERROR = re.compile(r"(?:(?<=\s)|^)[A-Za-z_][\w.]*(?:Error|Exception|Unsupported\w+): .+$", re.MULTILINE)
 _FIRST_PORT = 10000
@@ -128,7 +129,7 @@ class Service:
                 start_new_session=True,
             )
         self._leash = subprocess.Popen(
-            ["sh", "-c", _LEASH, "leash", str(self._process.pid)],
+            [*LEASH, str(self._process.pid)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
