@@ -26,9 +26,9 @@ BLOCK, BLOCKS, STEP = 32, 60, 96  # tokens, blocks, tokens of a step
 
 class Engine:
     """``retention``: vLLM's ``prefix_cache_retention_interval``. ``hash_block``: tokens of a hash. ``inner``: kernels
-    save a state from within a step."""
+    save a state from within a step. ``transfer``: vLLM's KVTransferConfig."""
 
-    def __init__(self, root, seed, asynchronous, retention, hash_block, alone, inner):
+    def __init__(self, root, seed, asynchronous, retention, hash_block, alone, inner, transfer=None):
         self.rng, self.hash_block, self.lag = random.Random(seed), hash_block, int(asynchronous)
         config = VllmConfig(
             model_config=ModelConfig(
@@ -39,12 +39,13 @@ class Engine:
                 max_num_seqs=6, max_num_batched_tokens=STEP, max_model_len=1024, is_encoder_decoder=False,
                 async_scheduling=asynchronous,
             ),
+            kv_transfer_config=transfer,
         )  # fmt: skip
         config.cache_config.num_gpu_blocks = BLOCKS
+        checkpoint = dict(num_prefill_checkpoint_blocks=1, prefill_checkpoint_alignment=8) if inner else {}
         state = MambaSpec(
-            block_size=BLOCK, shapes=((2, 4),), dtypes=(torch.float32,), mamba_cache_mode="align",
-            num_prefill_checkpoint_blocks=int(inner), prefill_checkpoint_alignment=8 if inner else None,
-        )  # fmt: skip
+            block_size=BLOCK, shapes=((2, 4),), dtypes=(torch.float32,), mamba_cache_mode="align", **checkpoint
+        )
         attention = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
         groups = [state] if alone else [attention, state, state]
         self.states = [g for g, spec in enumerate(groups) if spec is state]
@@ -54,7 +55,7 @@ class Engine:
             vllm_config=config, kv_cache_config=caches, structured_output_manager=StructuredOutputManager(config),
             block_size=BLOCK, hash_block_size=hash_block, log_stats=False,
         )  # fmt: skip
-        self.state, self.saved = state, 0
+        self.state, self.inner, self.saved = state, inner, 0
         self.pool = BlockPool(self.scheduler.kv_cache_manager.block_pool)
         self.plans, self.tables, self.held = {}, {}, {}  # by request; by block: the prefix of its state
         self.steps, self.made = deque(), 0
@@ -92,7 +93,7 @@ class Engine:
         self.check()
 
     def forward(self, output):
-        for copy in output.kv_cache_block_copies or ():
+        for copy in getattr(output, "kv_cache_block_copies", None) or ():  # vLLM 0.25 has none
             self.held[copy.dst_block_id] = self.held.get(copy.src_block_id)
         computed = {}
         for new in output.scheduled_new_reqs:
@@ -111,9 +112,11 @@ class Engine:
             for g in self.states:
                 ids = self.tables[name][g]
                 if first:
-                    assert self.held[ids[(first - 1) // BLOCK]] == self.plans[name][:first], "vLLM goes on with another"
+                    state = self.held.get(ids[(first - 1) // BLOCK])
+                    assert state == self.plans[name][:first], "vLLM goes on with another"
                 self.held[ids[(last - 1) // BLOCK]] = self.plans[name][:last]
-                self.save_inner_state(name, g, first, last)
+                if self.inner:
+                    self.save_inner_state(name, g, first, last)
 
     def save_inner_state(self, name, g, first, last):
         align = self.scheduler.kv_cache_manager.coordinator.single_type_managers[g].cache_hit_alignment_tokens

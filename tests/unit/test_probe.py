@@ -30,6 +30,7 @@ BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 POOL = "vllm.v1.core.block_pool:BlockPool"
 REQUEST = "vllm.v1.request:Request"
 CORE = "vllm.v1.engine.core:EngineCoreProc"
+SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 
 
 @pytest.fixture(autouse=True)
@@ -219,6 +220,10 @@ def events_of_another_form(vllm):
     vllm.put(f"{HASHES}:to_event_extra_keys", lambda keys: [("something else",)])
 
 
+def schedule_by_groups(scheduler):
+    return scheduler.kv_cache_manager.coordinator.find_longest_cache_hit_per_group()
+
+
 def evicts_more(vllm):
     vllm.put(f"{POOL}.evict_blocks", lambda self, ids: self.cached_block_hash_to_block._cache.clear())
 
@@ -244,6 +249,7 @@ BEHAVIOUR = [
     ("what is hashed beside tokens", partial_blocks_without_keys),
     ("hashes that look ahead", deeper_hashes),
     ("failed loads by request", no_way_for_failures),
+    ("hits of all groups", lambda vllm: vllm.put(f"{SCHEDULER}.schedule", schedule_by_groups)),
     ("idle hook", lambda vllm: vllm.put(f"{CORE}._process_input_queue", lambda self: self.input_queue.get())),
     ("pause after an empty step", lambda vllm: vllm.put(f"{CORE}._process_engine_step", lambda self: self.step_fn())),
     ("wake-up of the engine", lambda vllm: vllm.put(f"{CORE}._handle_client_request", lambda self, kind, request: 0)),

@@ -15,6 +15,7 @@ class Feature(enum.Enum):
     HANDOFFS = "hand-offs of prefills"
     GROUPS = "models with several KV cache groups, or MLA without chunked prefill"
     STATES = "recurrent states"
+    STATE_HITS = "vLLM's own prefix cache of models with recurrent states beside attention"
     LOCAL_HITS = "hand-offs behind what attention has (recurrent states)"
     IDLE = "work while the engine is idle"
     PAUSES = "loads that end vLLM's pauses between empty steps"

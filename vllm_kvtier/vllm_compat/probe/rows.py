@@ -243,6 +243,12 @@ ROWS: tuple[Row, ...] = (
         trial=trials.shorter_prompt, tried=_all(_REQUEST, "prompt_token_ids _all_token_ids max_tokens"),
     ),
     Row(
+        "hits of all groups", Feature.STATE_HITS,
+        "with a connector a request begins where all groups are, or the scheduler can be made to (to 0.26)",
+        trial=trials.hits_of_all_groups, tries="code",
+        tried=("vllm.v1.core.sched:scheduler", "vllm.v1.core.sched.scheduler:HybridKVCacheCoordinator"),
+    ),
+    Row(
         "attention's own hits", Feature.LOCAL_HITS, "a connector may bring the state behind them; "
         "the lookups may be replaced on an instance", since=(0, 28, 0),
         fields={f"{_BASE}:KVConnectorBase_V1": "supports_divergent_local_hybrid_hits"},

@@ -18,6 +18,7 @@ from vllm_kvtier.vllm_compat.probe.checks import NotHere, Unmet, declared, expec
 _HASHES = "vllm.v1.core.kv_cache_utils"
 _BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 _CORE = "vllm.v1.engine.core:EngineCoreProc"
+_SCHEDULE = "vllm.v1.core.sched.scheduler:Scheduler.schedule"
 # Imported by ``find``: these modules import the probe, so that an import here would be a cycle.
 _REQUESTS = "vllm_kvtier.vllm_compat.requests"
 _POOL = "vllm_kvtier.vllm_compat.hooks.block_pool:BlockPool"
@@ -211,6 +212,17 @@ def failures_by_request() -> None:
         find(f"{_BASE}:KVConnectorBase_V1.get_transfer_results")
     else:
         sets("vllm.v1.core.sched.scheduler:Scheduler", ["failed_recving_kv_req_ids", "requests"])
+
+
+def hits_of_all_groups() -> None:
+    if begins_behind_attention():
+        find("vllm.v1.core.sched.scheduler:HybridKVCacheCoordinator")
+        uses(_SCHEDULE, "HybridKVCacheCoordinator")
+
+
+def begins_behind_attention() -> bool:
+    """Whether vLLM's scheduler itself looks up each group's hit, as up to 0.26 with a connector."""
+    return "find_longest_cache_hit_per_group" in inspect.unwrap(find(_SCHEDULE)).__code__.co_names
 
 
 def idle_hook() -> None:
