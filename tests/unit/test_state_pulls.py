@@ -163,6 +163,17 @@ def test_retained_source_compares_the_partial_block(same):
     assert peers.asked[1]["partial_up_to"] == 0
 
 
+def test_retained_source_that_gets_a_partial_block_for_whole_ones_asks_no_more():
+    """The request would be asked for without end, and never be scheduled."""
+    peers = Peers()
+    source = RetainedBlocksSource(load_context(GROUPS, SIZE, peers))
+    source._config = source._config.__class__(bidirectional=True, pull_threshold=1)
+    _, pending = looked_up(source, request(), Candidate(source, ("h", 1), whole_blocks=True))
+    pending.answer.outcome = LeasedBlocks(("h", 1), "i", 7, 0, 10, [[1, 2, 3], [0, 0, 4]], [], tail=b"")
+    result = pending.poll()
+    assert (result.code, result.candidates, peers.released) == ("malformed", (), [(7, False)])
+
+
 @pytest.mark.parametrize("groups", [GROUPS, GROUPS[:1]])
 def test_retained_source_asks_for_no_more_than_a_message_takes(groups):
     """The peer would end the connection, and with it the leases of all requests."""

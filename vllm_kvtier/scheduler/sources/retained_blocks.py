@@ -91,5 +91,7 @@ class RetainedBlocksSource(PeerLeaseSource):
         if tail == pending.answer.outcome.tail:
             return result
         self.release(result, False)
+        if not pending.answer.request.partial_up_to:  # it would be asked so again, without end
+            return LookupMiss("malformed", "a partial block was leased where whole ones were asked for")
         again = Candidate(self, pending.answer.address, whole_blocks=True)
         return LookupMiss("no_matching_blocks", "the partial block there has other tokens", candidates=(again,))
