@@ -440,7 +440,7 @@ def test_planner_backlog_returns_to_zero():
             planner.observe_step(h200_step([(8192, at)]) * rng.uniform(0.5, 2), [(8192, at)], 0)  # costs change
         if at < prompt:
             planner.remove_request(request)
-    assert planner._backlog == 0.0 and not planner._to_compute
+    assert planner._backlog == 0.0 and not planner.to_compute
 
 
 def test_planner_backlog_excludes_small_remainders():
@@ -451,7 +451,7 @@ def test_planner_backlog_excludes_small_remainders():
         planner.will_compute(f"the most of these {number}", 2048 - 32, 2048)
         planner.will_compute(f"long {number}", 0, 2048)
         planner.computes(f"long {number}", 2040)
-    assert planner._backlog == 0.0 and not planner._to_compute
+    assert planner._backlog == 0.0 and not planner.to_compute
 
 
 def test_planner_load_time_is_bounded_with_any_backlog():

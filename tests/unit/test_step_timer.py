@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 from support import Clock
 
+from vllm_kvtier.scheduler.planner.load_planner import LoadPlanner
 from vllm_kvtier.scheduler.planner.step_timer import (
     KNOWN_PREFILLS,
     LONG_PREFILL_TOKENS,
@@ -24,8 +25,10 @@ class Engine:
         self.clock, self.seen = Clock(), []
         self.computed = []
         planner = SimpleNamespace(
-            observe_step=lambda *step: self.seen.append(step), computes=lambda *prompt: self.computed.append(prompt)
-        )
+            to_compute={}, observe_step=lambda *step: self.seen.append(step),
+            computes=lambda *prompt: self.computed.append(prompt),
+        )  # fmt: skip
+        self.planner = planner
         self.step_timer = StepTimer(planner, self.clock)
         self.requests = {}
         for _ in range(WARM_UP_PREFILLS):
@@ -125,11 +128,26 @@ def test_step_timer_skips_steps_that_wait():
 
 def test_step_timer_reports_computed_prompt_tokens_of_untimed_step():
     engine = Engine()
-    engine.computed.clear()
+    engine.planner.to_compute["long"] = 8000, 1.0
     engine.schedule(long=5000, short=1)
     output = SimpleNamespace(num_scheduled_tokens={"long": 3000}, total_num_scheduled_tokens=3000)
     engine.step_timer.begin_step(output, engine.requests.get, counts=False)
     assert engine.computed == [("long", 5000), ("long", 8000)]
+
+
+@pytest.mark.parametrize("chunk", [1, MIN_PREFILL_TOKENS - 1])
+def test_prompt_in_small_chunks_leaves_the_backlog_when_it_is_computed(chunk):
+    """Steps full of decodes have room for few tokens of a prompt, and its request generates for long behind it."""
+    engine, prompt = Engine(), 2 * MIN_PREFILL_TOKENS
+    planner = LoadPlanner({}, engine.clock)
+    for before in range(WARM_UP_PREFILLS * 20):
+        planner.observe_step(0.01 + 1e-5 * (100 + before), [(100 + before, 0)], 0)
+    engine.step_timer = StepTimer(planner, engine.clock)
+    planner.will_compute("prompt", 0, prompt)
+    assert planner.to_compute
+    for _ in range(-(-prompt // chunk)):
+        engine.schedule(generating=1, prompt=chunk)
+    assert not planner.to_compute
 
 
 def test_step_timer_samples_short_prefills_once_many_are_known():

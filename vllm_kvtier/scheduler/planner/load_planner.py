@@ -137,7 +137,7 @@ class LoadPlanner:
         self._decodes = 0.0  # in a step, lately
         self._skipped_lookups = 0
         # What is to be computed and is in no step yet: request -> (end of its prompt, seconds); and their sum.
-        self._to_compute: dict[str, tuple[int, float]] = {}
+        self.to_compute: dict[str, tuple[int, float]] = {}
         self._backlog = 0.0
         for name, bandwidth in prior.items():
             self._add(name, bandwidth)
@@ -162,21 +162,21 @@ class LoadPlanner:
         """Tokens [start, prompt) of this request are in no step yet, and are computed as far as is known."""
         self.remove_request(request_id)
         seconds = self._steps.prefill_seconds(start, prompt, 0, 0.0)
-        if seconds > 0 and prompt - start > MIN_PREFILL_TOKENS:  # of fewer, ``computes`` does not learn when they are
-            self._to_compute[request_id] = prompt, seconds
+        if seconds > 0 and prompt - start > MIN_PREFILL_TOKENS:
+            self.to_compute[request_id] = prompt, seconds
             self._backlog += seconds
 
     def computes(self, request_id: str, end: int) -> None:
         """A step was scheduled that computes this request up to token ``end``."""
-        waiting = self._to_compute.get(request_id)
+        waiting = self.to_compute.get(request_id)
         if waiting is not None:
             self.will_compute(request_id, min(end, waiting[0]), waiting[0])
 
     def remove_request(self, request_id: str) -> None:
         """The request is loaded, is matched, or has ended."""
-        waiting = self._to_compute.pop(request_id, None)
+        waiting = self.to_compute.pop(request_id, None)
         if waiting is not None:  # a sum of floats that comes and goes: exactly 0 whenever nothing waits
-            self._backlog = max(0.0, self._backlog - waiting[1]) if self._to_compute else 0.0
+            self._backlog = max(0.0, self._backlog - waiting[1]) if self.to_compute else 0.0
 
     def _seconds_with_backlog(self, seconds: float) -> float:
         """Seconds after which tokens that take ``seconds`` would be computed, among what waits to be computed, and as

@@ -36,13 +36,16 @@ class StepTimer:
         """``counts``: False for a step whose time is not that of what it computes."""
         work: list[tuple[int, int]] = []
         scheduled, total, sampled = output.num_scheduled_tokens, output.total_num_scheduled_tokens, False
+        if self._planner.to_compute:
+            for request_id in scheduled.keys() & self._planner.to_compute.keys():
+                state = tracked(request_id)
+                if state is not None:
+                    self._planner.computes(request_id, state.request.num_computed_tokens + scheduled[request_id])
         if total >= len(scheduled) + MIN_PREFILL_TOKENS:
             for request_id, tokens in scheduled.items():
                 state = tracked(request_id) if tokens >= MIN_PREFILL_TOKENS else None
                 if state is not None:
-                    before = state.request.num_computed_tokens
-                    work.append((tokens, before))
-                    self._planner.computes(request_id, before + tokens)
+                    work.append((tokens, state.request.num_computed_tokens))
         if not counts:
             work = []
         elif total == len(scheduled) > 0:
