@@ -54,7 +54,7 @@ STATS_OF_SAMPLED_STEP = 21  # get_kv_connector_stats, in every eighth step, whos
 OTHER_STEPS = {1: 95, 64: 200, 256: 600}
 # A request with a short prompt that finds nothing, is computed and stored, and ends: calls beyond those of the steps.
 REQUEST = {
-    "on_new_request": 23,
+    "on_new_request": 28,
     "get_num_new_matched_tokens": 55,
     "update_state_after_alloc": 13,
     "build_connector_meta": 36,

@@ -136,6 +136,17 @@ def test_lookup_prefetch_skips_ineligible_requests(world, why):
     world.matcher.finished(request)
 
 
+@pytest.mark.parametrize("reads", [True, False])
+def test_queued_prompt_counts_for_the_planner_without_what_the_gpu_has(world, reads, monkeypatch):
+    planned, [request] = [], requests(1)
+    request.skip_reading_prefix_cache = not reads
+    world.cached_about = lambda block_hashes: 4 * HASH_BLOCK_SIZE
+    monkeypatch.setattr(world.planner, "will_compute", lambda *prompt: planned.append(prompt))
+    arrive(world, [request])
+    assert planned == [("r0", 4 * HASH_BLOCK_SIZE if reads else 0, request.num_tokens)]
+    world.matcher.finished(request)
+
+
 @pytest.mark.parametrize("answered", [False, True])
 def test_lookup_prefetch_of_aborted_request_is_released(world, answered):
     made = requests(2)

@@ -30,11 +30,8 @@ MAX_FAILED_PEERS = 4
 class RequestMatcher:
     def __init__(self, context: LoadContext, sources: Sequence[KVSource]):
         """``sources``: in the order in which they are asked."""
-        self._config, self._counters, self._geometry = (
-            context.engine.config,
-            context.engine.counters,
-            context.engine.geometry,
-        )
+        self._engine, self._geometry = context.engine, context.engine.geometry
+        self._config, self._counters = context.engine.config, context.engine.counters
         self._planner, self._sync_load, self._checksum_index = (
             context.planner,
             context.sync_load,
@@ -103,10 +100,17 @@ class RequestMatcher:
     def prefetch_lookup(self, request: Any) -> None:
         """Have sources look up a queued request before vLLM matches it."""
         if not request.kv_transfer_params or promised(request.kv_transfer_params) is None:  # else another engine does
-            self._planner.will_compute(request.request_id, 0, request.num_tokens)
+            self._planner.will_compute(request.request_id, self._cached_about(request), request.num_tokens)
         self.prefetching = True
         for source in self._looking_ahead:
             source.prefetch_lookup(request)
+
+    def _cached_about(self, request: Any) -> int:
+        """About the tokens of a queued request that vLLM's prefix cache has for it."""
+        if request.skip_reading_prefix_cache:
+            return 0
+        groups, alignment = self._engine.info.full_groups, self._geometry.alignment
+        return self._engine.pool.cached_about(request.block_hashes, groups, alignment)
 
     def expire_prefetches(self) -> None:
         """Once a step, while ``prefetching``."""

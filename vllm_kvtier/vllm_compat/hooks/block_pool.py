@@ -86,7 +86,9 @@ class BlockPool:
     def cached_about(self, block_hashes: list[bytes], groups: list[int], tokens: int) -> int:
         """As ``cached_tokens``, with few lookups; too many tokens if a block in between was evicted."""
         ids, ends = self._ends(block_hashes, groups, tokens)
-        return tokens * bisect.bisect_left(ends, True, key=lambda h: self._pool.get_cached_block(h, ids) is None)
+        if not ends or self._pool.get_cached_block(ends[0], ids) is None:  # a single lookup for most prompts
+            return 0
+        return tokens * bisect.bisect_left(ends, True, 1, key=lambda h: self._pool.get_cached_block(h, ids) is None)
 
     def cached_tokens(self, block_hashes: list[bytes], groups: list[int], tokens: int) -> int:
         """Tokens of the longest prefix of ``block_hashes`` in the GPU prefix cache, in all ``groups``, 0 without any: a
