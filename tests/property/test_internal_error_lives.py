@@ -17,6 +17,7 @@ from support import WITHOUT_SHRINKING
 from test_store_lives import Life
 from test_sync_load_lives import Connector, make  # noqa: F401
 from test_sync_load_lives import Life as EngineLife
+from test_sync_load_lives import pytestmark as with_sync_loads
 
 import vllm_kvtier
 from vllm_kvtier import containment
@@ -216,6 +217,7 @@ class RaisingEngine(EngineLife):
         self.raiser.count = self.rng.choice([0, 1, 2, 3, 5, 8, 13, 21, 34, 55])
 
 
+@with_sync_loads
 @pytest.mark.parametrize("budget", [16, 1024])
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_internal_errors_under_vllm_scheduler_keep_all_tokens_correct(make, asynchronous, budget):  # noqa: F811
@@ -252,6 +254,7 @@ class DisabledEngine(RaisingEngine):
         half.filled_groups = raises_at_times
 
 
+@with_sync_loads
 @pytest.mark.parametrize("limit", [0, 3])
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_connector_disabled_at_any_error_keeps_all_tokens_correct(make, asynchronous, limit, monkeypatch):  # noqa: F811

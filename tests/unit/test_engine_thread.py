@@ -59,8 +59,12 @@ def engine(root, monkeypatch):
             kv_transfer_config=KVTransferConfig(**transfer),
         )
         config.cache_config.num_gpu_blocks = 40
-        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
-        cache = KVCacheConfig(40, [], [KVCacheGroupSpec([f"layer {g}"], spec) for g in range(groups)])
+        # Each group has another one: vLLM up to 0.28 makes no coordinator of groups that are alike.
+        specs = [
+            FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8 << g, dtype=torch.float32)
+            for g in range(groups)
+        ]
+        cache = KVCacheConfig(40, [], [KVCacheGroupSpec([f"layer {g}"], spec) for g, spec in enumerate(specs)])
         core = EngineCore.__new__(EngineCore)
         core.scheduler = Scheduler(
             vllm_config=config, kv_cache_config=cache, structured_output_manager=StructuredOutputManager(config),
