@@ -1,7 +1,10 @@
 """Reads from other nodes' pools into local memory. Used by a store's tier process (into the store's pool) and by an
 engine's worker (into its staging ring).
 
-A read is split into transfers, few in flight. It is reported when none of its data can arrive any more.
+A read is split into transfers, few in flight. It is reported when none of its data can arrive any more. UCX does not
+say how far a transfer is, and transfers in flight share the link, so that all may end together. Hence they are sized by
+the rate that was measured: in flight is what arrives in 0.1 s, or little. If none ends for seconds, nothing arrives.
+
 A failed or stalled read condemns the reader (``remote_store.nixl_agent`` gives the reason): no new transfer starts, the
 transfers of other sources get a grace time, then the reader is closed and replaced, and the failed reads are reported.
 """
@@ -21,11 +24,13 @@ from vllm_kvtier.remote_store.nixl_agent import Pool, Reader, runs
 
 logger = get_logger(__name__)
 
-TRANSFER_BYTES = 8 << 20  # of one transfer; 2 ms where the CPU copies it
+TRANSFER_BYTES = 8 << 20  # most of one transfer; 2 ms where the CPU copies it
+MIN_TRANSFER_BYTES = 1 << 20  # the first ones of a source have so many
+TRANSFER_SECONDS = 0.025  # a transfer has what arrives in this time; all in flight cover a round trip of 0.1 s
 IN_FLIGHT = 4  # transfers of one source
 STALL_SECONDS = 4.0  # a source has stalled if none of its transfers ends within this time
 GRACE_SECONDS = 2.0  # for other sources' transfers after the reader is condemned
-MAX_READ_SECONDS = 60.0  # of one read, from its request
+MAX_READ_SECONDS = 50.0  # of one read, from its request until its last transfer begins
 
 
 class Source(Protocol):
@@ -57,9 +62,14 @@ class Job:
 
 @dataclass(slots=True, eq=False)
 class Running:
+    """``ahead``: bytes in flight when it began, its own included."""
+
     handle: Any
     job: Job
     blocks: list[int]
+    nbytes: int
+    ahead: int
+    began: float
 
 
 @dataclass(slots=True, eq=False)
@@ -69,6 +79,10 @@ class Queue:
     jobs: deque[Job] = field(default_factory=deque)
     running: list[Running] = field(default_factory=list)
     last_end: float = 0.0
+
+    @property
+    def in_flight(self) -> int:
+        return sum(running.nbytes for running in self.running)
 
 
 @dataclass(frozen=True)
@@ -88,15 +102,22 @@ class NodeReads:
     """``transfer``: maximum bytes of a transfer, unless a block is longer."""
 
     def __init__(
-        self, pool: Pool, make_reader: Callable[[str], Reader], events: ReadEvents, transfer: int = TRANSFER_BYTES
+        self,
+        pool: Pool,
+        make_reader: Callable[[str], Reader],
+        events: ReadEvents,
+        transfer: int = TRANSFER_BYTES,
+        clock: Callable[[], float] = time.monotonic,
     ):
-        self._pool, self._make_reader, self._events, self._transfer = pool, make_reader, events, transfer
+        self._pool, self._make_reader, self._events = pool, make_reader, events
+        self._transfer, self._clock = transfer, clock
         self._names = itertools.count(1)
         self._reader: Reader | None = None
         self._condemned_until = 0.0
         self._stuck = False  # a reader could not be closed
         self._failed: list[Job] = []  # to be reported when their reader is closed
         self._queues: dict[Source, Queue] = {}
+        self._rates: dict[Source, float] = {}  # bytes a second, measured
         self._disconnected: list[str] = []  # agents that the reader must remove
 
     @property
@@ -113,9 +134,10 @@ class NodeReads:
         """Queue a read of blocks of ``sizes`` bytes from ``remote`` in the source's pool to ``local`` in this one:
         int64[n] each, byte offsets; 0 is invalid, because the first page is unused. ``poll`` starts and ends it."""
         usable = np.flatnonzero((remote > 0) & (local > 0) & (sizes > 0) & (local + sizes <= self._pool.nbytes))
-        rows, row_of = runs(local[usable], remote[usable], sizes[usable], self._transfer)
-        batches = _batches(rows, usable, row_of, self._transfer)
-        job = Job(tag, source, [False] * len(local), batches, time.monotonic())
+        transfer = self._transfer_bytes(source)
+        rows, row_of = runs(local[usable], remote[usable], sizes[usable], transfer)
+        batches = _batches(rows, usable, row_of, transfer)
+        job = Job(tag, source, [False] * len(local), batches, self._clock())
         if not len(usable):
             job.error = "the store that leased these blocks does not have them"
         queue = self._queues.setdefault(source, Queue(last_end=job.started))
@@ -125,6 +147,7 @@ class NodeReads:
 
     def gone(self, source: Source, reason: str) -> None:
         """The source's connection ended: its reads fail."""
+        self._rates.pop(source, None)
         if source in self._queues:
             self._break(source, reason)
         elif source.agent:
@@ -134,7 +157,7 @@ class NodeReads:
         """Advance all reads. Returns whether there is more to do."""
         if self._stuck:
             return False
-        now = time.monotonic()
+        now = self._clock()
         if self._reader is None:
             self._disconnected.clear()  # a new reader knows no agent
         elif not self._failed:
@@ -157,6 +180,7 @@ class NodeReads:
                 continue
             queue.running.remove(running)
             queue.last_end = now
+            self._measure(source, running.ahead, now - running.began)
             reader.release(running.handle)
             job = running.job
             job.running -= 1
@@ -170,14 +194,26 @@ class NodeReads:
             return
         if queue.running and now - queue.last_end > STALL_SECONDS:
             self._break(source, f"a read made no progress for {STALL_SECONDS:g} s; check that its network is reachable")
-        elif any(now - job.started > MAX_READ_SECONDS for job in itertools.islice(queue.jobs, 1)):
-            self._break(source, f"a read took more than {MAX_READ_SECONDS:g} s")
         elif not self._failed:
             self._begin_more(source, queue, now)
 
+    def _measure(self, source: Source, nbytes: int, seconds: float) -> None:
+        """What little arrives soon took a round trip, and the link may be faster."""
+        rate = nbytes / max(seconds, 1e-6)
+        if seconds > IN_FLIGHT * TRANSFER_SECONDS or rate > self._rates.get(source, 0.0):
+            self._rates[source] = rate
+
+    def _transfer_bytes(self, source: Source) -> int:
+        """Of a transfer that begins now, about."""
+        return min(self._transfer, max(MIN_TRANSFER_BYTES, int(self._rates.get(source, 0.0) * TRANSFER_SECONDS)))
+
     def _begin_more(self, source: Source, queue: Queue, now: float) -> None:
+        window = IN_FLIGHT * self._transfer_bytes(source)
         for job in list(queue.jobs):
-            while job.rows and len(queue.running) < IN_FLIGHT:
+            if job.rows and now - job.started > MAX_READ_SECONDS:  # the source is slow, but not dead
+                job.rows.clear()
+                job.error = f"a read took more than {MAX_READ_SECONDS:g} s"
+            while job.rows and len(queue.running) < IN_FLIGHT and queue.in_flight < window:
                 rows, blocks = job.rows[0]
                 try:
                     handle = self._begin(source, rows)
@@ -189,11 +225,12 @@ class NodeReads:
                 job.rows.popleft()
                 if not queue.running:
                     queue.last_end = now
-                queue.running.append(Running(handle, job, blocks))
+                nbytes = int(rows[:, 2].sum())
+                queue.running.append(Running(handle, job, blocks, nbytes, queue.in_flight + nbytes, now))
                 job.running += 1
             if not job.rows and not job.running:
                 self._end_if_over(source, queue, job, now)
-            if len(queue.running) >= IN_FLIGHT:
+            if job.rows:  # enough is in flight
                 return
 
     def _begin(self, source: Source, rows: np.ndarray) -> Any:
@@ -219,8 +256,8 @@ class NodeReads:
     def _break(self, source: Source, reason: str, clean: bool = True) -> None:
         """Fail all reads of a source. They are reported at once if no data can arrive: no transfer is running, and
         those that ended were ``clean``. Otherwise they are reported when the reader is closed."""
-        queue = self._queues.pop(source)
-        now = time.monotonic()
+        queue, now = self._queues.pop(source), self._clock()
+        self._rates.pop(source, None)
         for job in queue.jobs:
             job.error = job.error or reason
         if clean and not queue.running:
