@@ -97,13 +97,14 @@ class NodeLeaseClient(LeaseConnections[Peer]):
 
     def lookup(self, address: Address, request: w.LookupRequest, on_reply: OnReply) -> bool:
         """Send a lookup. ``on_reply(peer, reply)`` is called later, the last time with a hit, a miss or None; the
-        caller ``release`` s a hit's lease. False: the peer is unavailable, and nothing is called."""
+        caller ``release`` s a hit's lease. False: the peer is unavailable, or owes ``MAX_LOOKUPS`` answers; nothing is
+        called."""
         peer = self._connections.get(address) or self._aliased(address) or self._connect(address)
         if peer is None:
             return False
         now = peer.last_used = time.monotonic()
         failed = peer.welcome is None and address in self._paused  # before: nothing waits until it answers again
-        if failed or now - peer.waiting_since(now) > SLOW_SECONDS:
+        if failed or len(peer.lookups) >= w.MAX_LOOKUPS or now - peer.waiting_since(now) > SLOW_SECONDS:
             return False
         request = msgspec.structs.replace(request, id=next(self._ids))
         peer.lookups[request.id] = Lookup(request, on_reply, now + request.wait_seconds)
@@ -231,9 +232,12 @@ class NodeLeaseClient(LeaseConnections[Peer]):
         lookups, peer.lookups = peer.lookups, {}
         self.close(peer, "it is connected under another address", log=False)
         self._paused.pop(peer.address, None)
-        known.lookups.update(lookups)
-        for lookup in lookups.values():
-            self._send(known, lookup.request)
+        for number, lookup in lookups.items():
+            if len(known.lookups) < w.MAX_LOOKUPS:
+                known.lookups[number] = lookup
+                self._send(known, lookup.request)
+            else:
+                lookup.on_reply(known, None)
         self._keep_alive(known, w.PING_SECONDS)
 
     def _promotion_status(self, peer: Peer, message: w.PromotionStatus) -> None:
@@ -264,9 +268,11 @@ class NodeLeaseClient(LeaseConnections[Peer]):
             peer.leases.add(message.lease)
         lookup.on_reply(peer, message)
 
-    def _send(self, peer: Peer, message: msgspec.Struct) -> None:
-        if not peer.closed:
-            super()._send(peer, message)
+    def _send(self, peer: Peer, message: msgspec.Struct) -> bool:
+        sent = not peer.closed and super()._send(peer, message)
+        if not sent and not peer.closed:  # later, because callers go on; a lost Release would keep its lease for good
+            self._reactor.call_soon(lambda: self.close(peer, "it does not read"))
+        return sent
 
     def _heartbeat(self, peer: Peer) -> bool:
         if not peer.busy:

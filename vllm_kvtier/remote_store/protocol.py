@@ -37,6 +37,7 @@ from vllm_kvtier.wire.slots import PAGE, PIECE_BYTES
 
 PROTOCOL = 5
 MAX_MESSAGE = 16 << 20  # bytes
+MAX_LOOKUPS = 1024  # unanswered, per connection: an engine without a store asks for all that wait in it at once
 MAX_METADATA = 4 << 20  # bytes; a few hundred per piece of the pool
 PING_SECONDS = 1.0  # heartbeat interval of a client that holds leases or waits for answers
 SILENT_SECONDS = 4.0  # after which either side treats the other as dead

@@ -29,6 +29,7 @@ _LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | _FAILED | _LOST
 _MAX_QUEUED = 1 << 16  # messages; more than ZMQ keeps for a socket
 MAX_RECEIVED_BYTES = 256 << 20  # of a connection, that wait to be read; the kernel slows the sender down
+MAX_UNSENT = 2048  # messages of a connection, or for its host's address; ZMQ drops those beyond
 # Seconds without data until the first probe and between two, and how many of them may be lost.
 _KEEPALIVE = {zmq.TCP_KEEPALIVE_IDLE: 120, zmq.TCP_KEEPALIVE_INTVL: 30, zmq.TCP_KEEPALIVE_CNT: 4}
 MAX_RESOLVED = 16  # names at a time; DNS may hang
@@ -39,6 +40,7 @@ def limit_connections(socket: zmq.Socket[bytes], max_message: int) -> None:
     """Bound what a peer sends faster than it is read: by ZMQ's own limits a connection keeps 1000 messages of any
     size. And end connections of machines that have vanished. Before the socket is connected or bound."""
     socket.setsockopt(zmq.MAXMSGSIZE, max_message)
+    socket.setsockopt(zmq.SNDHWM, MAX_UNSENT)
     socket.setsockopt(zmq.RCVHWM, min(1000, max(1, MAX_RECEIVED_BYTES // max_message)))
     keep_alive(socket)
 
@@ -95,17 +97,21 @@ class Dealer:
             reactor.remove_socket(self._socket)
             raise
 
-    def send(self, frame: bytes) -> None:
-        """Send now or once connected. Dropped if ZMQ's queue (1000 messages) is full."""
+    def send(self, frame: bytes) -> bool:
+        """Send now or once connected. False: dropped, because ``MAX_UNSENT`` messages wait."""
         if self._unresolved is not None:
-            if len(self._unresolved) < 1000:
-                self._unresolved.append(frame)
-            return
+            if len(self._unresolved) >= MAX_UNSENT:
+                return False
+            self._unresolved.append(frame)
+            return True
+        sent = True
         try:
             self._socket.send(frame, zmq.NOBLOCK)
         except zmq.ZMQError as error:
+            sent = False
             logger.debug("kvtier: message to %s not sent: %s", self._endpoint, error)
         self._reactor.look_at(self._socket)
+        return sent
 
     def close(self) -> None:
         """Idempotent."""

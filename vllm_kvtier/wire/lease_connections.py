@@ -100,8 +100,9 @@ class LeaseConnections(Generic[Client]):
         connection.dealer.close()
         return True
 
-    def _send(self, connection: Client, message: msgspec.Struct) -> None:
-        connection.dealer.send(encode(message))
+    def _send(self, connection: Client, message: msgspec.Struct) -> bool:
+        """False: the message is lost."""
+        return connection.dealer.send(encode(message))
 
     def _receive(self, connection: Client, frames: list[bytes]) -> None:
         connection.last_received = time.monotonic()

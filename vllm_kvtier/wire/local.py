@@ -146,8 +146,8 @@ class LocalDealer:
             reactor, sock, lambda frame: events.on_message([frame]), self._ended, _limits(max_message)
         )
 
-    def send(self, frame: bytes) -> None:
-        self._stream.send(frame)
+    def send(self, frame: bytes) -> bool:
+        return self._stream.send(frame)
 
     def close(self) -> None:
         """Idempotent."""

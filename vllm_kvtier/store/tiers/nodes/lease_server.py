@@ -27,7 +27,6 @@ from vllm_kvtier.wire.reactor import Timer
 logger = get_logger(__name__)
 
 MAX_CONNECTIONS = 256
-MAX_LOOKUPS = 1024  # unanswered, per connection: an engine without a store asks for all that wait in it at once
 MAX_LEASES = 2048  # per connection: one that waits for a promotion here keeps what it has found
 CHECK_SECONDS = 1.0  # between two checks for silent connections
 
@@ -160,7 +159,7 @@ class NodeLeaseServer(LeaseListener[Connection]):
         error = w.request_error(request.block_hashes, request.start, request.groups)
         if error:
             raise msgspec.DecodeError(error)
-        if connection.lookups >= MAX_LOOKUPS or len(connection.leases) >= MAX_LEASES:
+        if connection.lookups >= w.MAX_LOOKUPS or len(connection.leases) >= MAX_LEASES:
             self._send(connection.identity, w.LookupMiss(request.id))
             return
         number = next(self._ids)
