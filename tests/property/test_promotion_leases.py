@@ -29,16 +29,16 @@ ASKER = 7
 class Lender:
     """A store with these tiers (one stands for other nodes), and what it answers to those."""
 
-    def __init__(self, *tiers: FakeTier, objects: str = "", pages: int = 64):
+    def __init__(self, *tiers: FakeTier, shared=None, pages: int = 64):
         self.nodes = FakeTier("nodes", at_once=False)
         self.world = World(*tiers, self.nodes, pages=pages)
         self.index, self.clock = self.world.index, self.world.clock
-        self.lending = NodeLeaseTable(self.index, LEASES, objects=objects, clock=lambda: self.clock.now)
+        self.lending = NodeLeaseTable(self.index, LEASES, shared=shared or {}, clock=lambda: self.clock.now)
         self.lending.secondary_tiers = TierStack(self.index, [*tiers, self.nodes], None, self.world.promotion)
         self.answers: list[m.LeaseReply | m.PromotionStatus] = []
         self._ids = 0
 
-    def lend(self, block_hashes: bytes, wait_seconds=0.0, start=0, asker=ASKER, groups=ONE, objects="") -> int:
+    def lend(self, block_hashes: bytes, wait_seconds=0.0, start=0, asker=ASKER, groups=ONE, shared=()) -> int:
         self._ids += 1
         ask = m.LeaseRequest(
             self._ids,
@@ -50,7 +50,7 @@ class Lender:
             block_hashes,
             start,
             wait_seconds,
-            objects,
+            list(shared),
         )
         self.lending.handle(ask, self.answers.append)
         return self._ids
@@ -135,16 +135,17 @@ def test_promotion_slower_than_timeout_waits_whole_timeout():
     assert lender.lent() == [(1, 4, 0)]
 
 
-def test_lookup_queries_object_tier_unless_client_shares_it():
-    objects = FakeTier("object", at_once=False)
-    lender, block_hashes = Lender(objects, objects="ours"), block_hashes_of("a", 6)
+@pytest.mark.parametrize("name", ["object", "mooncake"])
+def test_lookup_queries_shared_tier_unless_client_reads_it_itself(name):
+    objects = FakeTier(name, at_once=False)
+    lender, block_hashes = Lender(objects, shared={"another": "x", name: "ours"}), block_hashes_of("a", 6)
     objects.num_hash_blocks[block_hashes[:HASH_BYTES]] = 6
-    lender.lend(block_hashes, objects="ours")
-    lender.lend(block_hashes, wait_seconds=5.0, objects="ours")
+    lender.lend(block_hashes, shared=["y", "ours"])
+    lender.lend(block_hashes, wait_seconds=5.0, shared=["y", "ours"])
     assert lender.lent() == [(1, 0, 0), (2, 0, 0)] and not objects.asked
-    lender.lend(block_hashes, objects="theirs")
+    lender.lend(block_hashes, shared=["theirs"])
     assert lender.lent()[-1] == (3, 0, 6) and not objects.asked  # perhaps: only asking would tell
-    lender.lend(block_hashes, wait_seconds=5.0, objects="theirs")
+    lender.lend(block_hashes, wait_seconds=5.0, shared=["theirs"])
     assert lender.coming() == [(0, 0.02)]
     objects.answer()
     objects.finish()

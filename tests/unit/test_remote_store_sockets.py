@@ -93,14 +93,14 @@ class Store:
 class Asker:
     """A NodeProcess without a process."""
 
-    def __init__(self, *stores: Store, key=None, objects="", names=""):
+    def __init__(self, *stores: Store, key=None, shared=(), names=""):
         self.pool = SimpleNamespace(address=1 << 40, nbytes=POOL)
         self.reactor, self.heard, self.failed = Reactor("asker"), [], []
         self.guard, self.fail = lambda call: call, self.failed.append
         nodes = ",".join([*(str(s.address) for s in stores), names])
         self.tier_process = node_mover.NodeProcess(self, {"nodes": nodes})
         self.tier_process._options = self.tier_process._peers._options = NodeOptions(
-            tuple(store.address for store in stores), None, key, objects
+            tuple(store.address for store in stores), None, key, shared
         )
         self.reactor.start()
 
@@ -387,11 +387,11 @@ def test_remote_store_restarted_is_found_again(made, monkeypatch):
 def test_remote_store_with_longest_disk_prefix_is_asked_to_promote(made):
     some = made(Store, 3, instance="some")
     deep, deeper = (made(Store, 0, instance=f"d{num_hash_blocks}", below=num_hash_blocks) for num_hash_blocks in (5, 7))
-    asker = made(Asker, some, deep, deeper, objects="ours")
+    asker = made(Asker, some, deep, deeper, shared=("ours",))
     coming = asker.look()
     assert (coming.id, coming.num_hash_blocks, coming.seconds) == (1, 7, 2.5) and isinstance(coming, m.PromotionStatus)
     ask = deeper.asked_with_patience()
-    assert (ask.wait_seconds, ask.objects, ask.start) == (node_mover.MAX_WAIT_SECONDS, "ours", 0)
+    assert (ask.wait_seconds, ask.shared, ask.start) == (node_mover.MAX_WAIT_SECONDS, ["ours"], 0)
     assert not some.of(m.Return)  # what it offers is kept in case the other fails
     deeper.lend(ask, 7)
     located = eventually(lambda: asker.heard[1:])[0]

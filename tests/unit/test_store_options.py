@@ -1,11 +1,18 @@
 """Options of the store that cannot be meant are refused with a reason, before anything is started."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
+from support import Clock
 
 from vllm_kvtier.errors import ConfigError
+from vllm_kvtier.store.index.index import Index
+from vllm_kvtier.store.memory.slot_pool import SlotPool
 from vllm_kvtier.store.options import StoreOptions, parse
+from vllm_kvtier.store.tiers.nodes.tier import NodesTier
+from vllm_kvtier.store.tiers.tier_stack import open_tiers
+from vllm_kvtier.wire.reactor import Reactor
 
 
 @pytest.mark.parametrize(
@@ -37,6 +44,20 @@ def test_store_options_key_readable_by_others_raises(tmp_path):
     key.chmod(0o644)
     with pytest.raises(ConfigError, match="readable by others"):
         StoreOptions(cluster_key_file=str(key))
+
+
+def test_store_options_name_what_nodes_share():
+    """Of that, one node has nothing promoted by another."""
+    shared = {"object_url": "s3://bucket/p", "mooncake_master": "10.0.0.1:50051", "mooncake_trusted_network": True}
+    memory, digests = SimpleNamespace(fd=0, nbytes=1 << 20), []
+    for options in (shared, {**shared, "object_endpoint": "http://other"}, {"disk_path": ""}):
+        index = Index(SlotPool(8), None, Clock())
+        stack = open_tiers(StoreOptions(nodes="localhost:1", **options), index, memory, Reactor("test"), list)
+        [nodes] = [tier for tier in stack.all if isinstance(tier, NodesTier)]
+        digests.append(nodes._leases._shared)
+        assert nodes._tier_process._options["shared"].split() == list(digests[-1].values())
+    assert set(digests[0]) == set(digests[1]) == {"mooncake", "object"} and not digests[2]
+    assert [digests[0][tier] == digests[1][tier] for tier in ("mooncake", "object")] == [True, False]
 
 
 def test_store_options_switches_are_given_alone_or_with_their_value():

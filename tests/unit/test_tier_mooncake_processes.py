@@ -375,6 +375,11 @@ def test_mooncake_takes_the_route_to_the_masters_ipv4_address(monkeypatch):
 def test_mooncake_options():
     parsed = MooncakeOptions.parse({**OPTIONS, "mooncake_master": "etcd://a:1;b"})
     assert [str(each) for each in parsed.probes] == ["a:1", "b:2379"] and parsed.segment_bytes == 1 << 20
+    alike, other, here = (
+        MooncakeOptions.parse({**OPTIONS, "mooncake_master": master}).cluster_digest
+        for master in ("etcd://b:2379;a:1", "etcd://a:1", "localhost:50051")
+    )
+    assert alike == parsed.cluster_digest != other and here == ""
     assert MooncakeOptions.parse({**OPTIONS, "mooncake_segment": "0"}).segment_bytes == 0
     assert MooncakeOptions.parse(OPTIONS).own_host() == "127.0.0.1"
     for host in ("::1", "[::1]"):

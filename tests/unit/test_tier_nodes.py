@@ -65,7 +65,8 @@ def test_node_tier_requests_are_bounded():
         msgspec.structs.replace(an_ask(), hash_block_size=0),
         w.Release(-1),
         w.Hello("x" * 300),
-        w.Hello("x", objects="x" * 300),
+        w.Hello("x", shared=["x" * 300]),
+        w.Hello("x", shared=["x"] * 9),
         msgspec.structs.replace(an_ask(), wait_seconds=-1.0),
         msgspec.structs.replace(an_ask(), wait_seconds=1e9),
     ):
@@ -278,7 +279,7 @@ class Tiered:
     def __init__(self, nodes="localhost:1"):
         self.lender, self.clock = Lender(), Clock()
         context = TierContext(0, POOL, None, self.clock, make_process=FakeMover)
-        self.tier = NodesTier(context, {"nodes": nodes, "objects": "ours"}, self.lender.lending)
+        self.tier = NodesTier(context, {"nodes": nodes, "shared": "ours"}, self.lender.lending)
         self.tier_process = self.tier._tier_process
         self.tier_process.up()
         self.found, self.read = [], []
@@ -298,7 +299,7 @@ BLOCKS = [
 def test_node_tier_find_read_release():
     t = Tiered()
     t.find()
-    assert t.tier_process.requests[0][0].block_hashes == BLOCK_HASHES and t.tier_process.options["objects"] == "ours"
+    assert t.tier_process.requests[0][0].block_hashes == BLOCK_HASHES and t.tier_process.options["shared"] == "ours"
     t.tier_process.answer(token=5, num_hash_blocks=6)
     t.tier.read(t.found[0], BLOCKS, t.read.append)
     assert t.tier.reading

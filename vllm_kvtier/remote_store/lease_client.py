@@ -167,7 +167,7 @@ class NodeLeaseClient(LeaseConnections[Peer]):
             return None
         if self._pause_reason(address) or not self._make_room():
             return None
-        hello = w.Hello(self._instance, objects=self._options.objects)
+        hello = w.Hello(self._instance, shared=list(self._options.shared))
         connect = partial(Dealer, self._reactor, address.endpoint, self._options.key, w.MAX_MESSAGE)
         try:
             peer = self._open(address, hello, connect)

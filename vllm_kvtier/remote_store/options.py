@@ -42,13 +42,13 @@ class Address:
 
 @dataclass(frozen=True)
 class NodeOptions:
-    """From StoreOptions ``nodes``, ``node_listen`` and ``cluster_key_file``. ``key`` None: loopback only. ``objects``:
-    digest of the object store that this store uses, "" if none. ``names``: those of ``nodes`` with "dns:"."""
+    """From StoreOptions ``nodes``, ``node_listen`` and ``cluster_key_file``. ``key`` None: loopback only. ``shared``:
+    as in ``protocol.Hello``. ``names``: those of ``nodes`` with "dns:"."""
 
     nodes: tuple[Address, ...] = ()
     listen: Address | None = None
     key: ClusterKey | None = None
-    objects: str = ""
+    shared: tuple[str, ...] = ()
     names: tuple[Address, ...] = ()
 
     @classmethod
@@ -67,7 +67,7 @@ class NodeOptions:
         nodes, named = (tuple(dict.fromkeys(_address("nodes", word) for word in each)) for each in (words, names))
         listen = str(options.get("node_listen", "")).strip()
         listens = _address("node_listen", listen) if listen else None
-        parsed = cls(nodes, listens, key, str(options.get("objects", "")), named)
+        parsed = cls(nodes, listens, key, tuple(str(options.get("shared", "")).split()), named)
         for name, addresses in (("nodes", nodes + named), ("node_listen", (parsed.listen,) if parsed.listen else ())):
             for address in addresses:
                 if not parsed.allows(address):

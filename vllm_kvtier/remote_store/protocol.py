@@ -35,7 +35,7 @@ from vllm_kvtier.store.protocol import (
 from vllm_kvtier.wire.decoding import decode
 from vllm_kvtier.wire.slots import PAGE, PIECE_BYTES
 
-PROTOCOL = 5
+PROTOCOL = 6
 MAX_MESSAGE = 16 << 20  # bytes
 MAX_LOOKUPS = 1024  # unanswered, per connection: an engine without a store asks for all that wait in it at once
 MAX_METADATA = 4 << 20  # bytes; a few hundred per piece of the pool
@@ -43,6 +43,7 @@ PING_SECONDS = 1.0  # heartbeat interval of a client that holds leases or waits 
 SILENT_SECONDS = 4.0  # after which either side treats the other as dead
 MAX_SECONDS = 86400.0  # upper bound of reported durations
 MAX_WAIT_SECONDS = 30.0  # upper bound of ``wait_seconds``
+MAX_SHARED = 8  # digests in a Hello
 
 HashBlockSize = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
 Groups = Annotated[list[GroupShape], msgspec.Meta(min_length=1, max_length=MAX_GROUPS)]
@@ -57,13 +58,13 @@ Slots = Annotated[
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """``instance``: of the client, new at every start. ``objects``: digest of the object store that the client reads
-    itself, "" if none; the server does not promote from the same one."""
+    """``instance``: of the client, new at every start. ``shared``: digests of what the client reads itself and other
+    nodes may use too, an object store or a Mooncake cluster; the server does not promote from the same."""
 
     instance: Name
     protocol: int = PROTOCOL
     version: Name = __version__
-    objects: Name = ""
+    shared: Annotated[list[Name], msgspec.Meta(max_length=MAX_SHARED)] = []
 
 
 class LookupRequest(msgspec.Struct, frozen=True, tag="lookup_request"):

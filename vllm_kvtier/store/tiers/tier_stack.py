@@ -193,13 +193,18 @@ def open_tiers(
         tiers.append(disk)
         admissions[disk] = admission(options.disk_admission, options.disk_min_tokens)
     if options.nodes or options.node_listen or options.cluster_key_file:
-        objects = store_digest(options.object_url, options.object_endpoint) if options.object_url else ""
-        leases = NodeLeaseTable(index, LEASES, tick, objects=objects)
+        shared = {}
+        if options.mooncake_master:
+            shared[MooncakeTier.name] = MooncakeOptions.parse(options.named("mooncake_")).cluster_digest
+        if options.object_url:
+            shared[ObjectTier.name] = store_digest(options.object_url, options.object_endpoint)
+        shared = {tier: digest for tier, digest in shared.items() if digest}
+        leases = NodeLeaseTable(index, LEASES, tick, shared=shared)
         node_options: m.Options = {
             "nodes": options.nodes,
             "node_listen": options.node_listen,
             "cluster_key_file": options.cluster_key_file,
-            "objects": objects,
+            "shared": " ".join(shared.values()),
         }
         tiers.append(NodesTier(context, node_options, leases))
     if options.mooncake_master:

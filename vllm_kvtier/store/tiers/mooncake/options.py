@@ -4,6 +4,7 @@ Mooncake has no authentication, and its clients listen on all interfaces of a ma
 a program that reaches their ports, or the master's, can read, write and delete KV. Hence ``trusted_network``.
 """
 
+import hashlib
 import re
 import socket
 from collections.abc import Mapping
@@ -70,6 +71,15 @@ class MooncakeOptions:
             str(options["mooncake_protocol"]),
             str(options["mooncake_devices"]),
         )
+
+    @property
+    def cluster_digest(self) -> str:
+        """Equal on two nodes that use the same cluster and name its master alike. "": on another node this name means
+        another machine."""
+        if any(probe.loopback for probe in self.probes):
+            return ""
+        masters = " ".join(sorted(str(probe) for probe in self.probes))
+        return hashlib.blake2b(f"mooncake {masters}".encode(), digest_size=16).hexdigest()
 
     def own_host(self) -> str:
         """``host``, or the address of this node on the route to the master. Raises OSError if there is no route, and

@@ -35,7 +35,7 @@ CHECK_SECONDS = 1.0  # between two checks for silent connections
 class Connection(ServerConnection):
     number: int  # in messages to the server
     name: str = ""  # "": no Hello yet
-    objects: str = ""  # as in Hello
+    shared: list[str] = field(default_factory=list)  # as in Hello
     lookups: int = 0  # unanswered
     leases: set[int] = field(default_factory=set)
     metadata_generation: int = 0  # of the agent's metadata that was sent last
@@ -152,7 +152,7 @@ class NodeLeaseServer(LeaseListener[Connection]):
             self._send(connection.identity, w.Refused(reason))
             self._remove_connection(connection.identity)
             return
-        connection.name, connection.objects, connection.metadata_generation = hello.instance or "?", hello.objects, 0
+        connection.name, connection.shared, connection.metadata_generation = hello.instance or "?", hello.shared, 0
         self._send(connection.identity, self._welcome)
 
     def _lookup(self, connection: Connection, request: w.LookupRequest) -> None:
@@ -169,7 +169,7 @@ class NodeLeaseServer(LeaseListener[Connection]):
             m.LeaseRequest(
                 number, connection.number, connection.name, request.hash_block_size, request.groups,
                 request.namespace_id, request.block_hashes, request.start,
-                min(request.wait_seconds, w.MAX_WAIT_SECONDS), connection.objects,
+                min(request.wait_seconds, w.MAX_WAIT_SECONDS), connection.shared,
             )
         )  # fmt: skip
 

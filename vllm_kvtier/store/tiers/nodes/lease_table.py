@@ -3,13 +3,14 @@
 A lease ends when the client returns it or disconnects, when the tier process ends, and at the index's own deadline. A
 client that reads later may get other bytes, which its checksums reveal.
 
-A request with ``wait_seconds`` waits for promotions from this store's disk and object store. It never waits for other
-nodes, which may be waiting for this one, nor for an object store that the client reads itself.
+A request with ``wait_seconds`` waits for promotions from this store's disk, Mooncake cluster and object store. It never
+waits for other nodes, which may be waiting for this one, nor for what it shares with the client, which reads it itself.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Protocol
 
 from vllm_kvtier.store.index.index import Index
@@ -39,8 +40,9 @@ class SecondaryTiers(Protocol):
 
 class NodeLeaseTable:
     """On the server's reactor thread. ``client``: this number and smaller ones identify the clients in the index; no
-    connection has them. ``on_lease()``: the index has a lease, whose deadline must be watched. ``objects``: digest of
-    this store's object store. ``secondary_tiers``: set after construction; None: only blocks in memory are leased."""
+    connection has them. ``on_lease()``: the index has a lease, whose deadline must be watched. ``shared``: digests
+    of what this store's tiers share with other nodes, by tier. ``secondary_tiers``: set after construction; None: only
+    blocks in memory are leased."""
 
     secondary_tiers: SecondaryTiers | None = None
 
@@ -50,11 +52,11 @@ class NodeLeaseTable:
         client: int,
         on_lease: Callable[[], None] = lambda: None,
         *,
-        objects: str = "",
+        shared: Mapping[str, str] = MappingProxyType({}),
         clock: Callable[[], float] = time.monotonic,
     ):
         self._index, self._next_client, self._on_lease = index, client, on_lease
-        self._objects, self._clock = objects, clock
+        self._shared, self._clock = shared, clock
         # Client numbers in the index, by connection and the shape of its groups, oldest first.
         self._clients: dict[int, dict[tuple[int, tuple[GroupShape, ...]], int]] = {}
         self._leases: dict[tuple[int, int], int] = {}  # (connection, lease): client number
@@ -89,7 +91,7 @@ class NodeLeaseTable:
         if not request.groups or len(request.block_hashes) % HASH_BYTES:
             answer(_miss(request))
             return
-        skip = ("nodes", "object") if self._objects and request.objects == self._objects else ("nodes",)
+        skip = ("nodes", *(tier for tier, digest in self._shared.items() if digest in request.shared))
         want = Want(
             request.namespace_id, request.hash_block_size, request.groups, request.block_hashes, request.start,
             skip=skip,

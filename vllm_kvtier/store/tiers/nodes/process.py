@@ -1,8 +1,8 @@
 """The tier process for other nodes' stores: looks up blocks there, reads them into this store's pool, and serves this
 store's blocks to other nodes.
 
-Options of Open are StoreOptions' ``nodes``, ``node_listen`` and ``cluster_key_file``, and ``objects``: digest of this
-store's object store.
+Options of Open are StoreOptions' ``nodes``, ``node_listen`` and ``cluster_key_file``, and ``shared``: digests as in
+``remote_store.protocol.Hello``, with spaces between.
 """
 
 import itertools

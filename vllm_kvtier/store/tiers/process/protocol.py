@@ -186,7 +186,7 @@ class Located(msgspec.Struct, frozen=True, tag="located"):
 
 class LeaseRequest(msgspec.Struct, frozen=True, tag="lease_request"):
     """Another node's store, or an engine there, looks up blocks. Answer: LeaseReply, after promotions that end within
-    ``wait_seconds``. ``objects``: digest of the object store that the client reads itself."""
+    ``wait_seconds``. ``shared``: digests of what the client reads itself."""
 
     id: Count
     client: Count  # number of its connection
@@ -197,7 +197,7 @@ class LeaseRequest(msgspec.Struct, frozen=True, tag="lease_request"):
     block_hashes: Hashes
     start: Count
     wait_seconds: Seconds = 0.0
-    objects: str = ""
+    shared: list[str] = []
 
 
 class Availability(msgspec.Struct, frozen=True, tag="availability"):
