@@ -143,7 +143,7 @@ def test_remote_store_best_answer_is_kept_and_others_released(made):
     stores = [made(Store, num_hash_blocks, instance=f"s{num_hash_blocks}") for num_hash_blocks in (2, 6, 0, 4)]
     asker = made(Asker, *stores)
     located = asker.look()
-    assert located.num_hash_blocks == 6 and located.token
+    assert located.num_hash_blocks == 6 and located.token and located.store == "s6"
     eventually(lambda: stores[0].of(m.Return) and stores[3].of(m.Return))
     asker.do(lambda: asker.tier_process.handle(m.Release(located.token)))
     eventually(lambda: stores[1].of(m.Return))
@@ -389,7 +389,7 @@ def test_remote_store_with_longest_disk_prefix_is_asked_to_promote(made):
     deep, deeper = (made(Store, 0, instance=f"d{num_hash_blocks}", below=num_hash_blocks) for num_hash_blocks in (5, 7))
     asker = made(Asker, some, deep, deeper, shared=("ours",))
     coming = asker.look()
-    assert (coming.id, coming.num_hash_blocks, coming.seconds) == (1, 7, 2.5) and isinstance(coming, m.PromotionStatus)
+    assert coming == m.PromotionStatus(1, 7, 2.5, "d7")
     ask = deeper.asked_with_patience()
     assert (ask.wait_seconds, ask.shared, ask.start) == (node_mover.MAX_WAIT_SECONDS, ["ours"], 0)
     assert not some.of(m.Return)  # what it offers is kept in case the other fails

@@ -194,6 +194,18 @@ def test_remote_store_bad_block_is_not_loaded_again(made):
     engine.tier.discard(b"", 0, BLOCK_HASHES[0], 4, offer.session)
     assert not engine.ask().found
     eventually(lambda: len(store.of(moving.Return)) == 2)
+    engine.tier.release(offer, True)
+
+
+def test_remote_store_bad_block_is_loaded_from_another_store(made):
+    bad, good = made(LendingStore, 6), made(LendingStore, 6, instance="good")
+    engine = made(Engine, nodes=str(bad.address))
+    first = engine.ask()
+    engine.tier.discard(b"", 0, BLOCK_HASHES[0], 4, first.session)
+    assert not engine.ask().found
+    bad.num_hash_blocks = 0
+    offer = engine.ask(nodes=(str(good.address),))
+    assert offer.found and offer.tokens == 96 and offer.instance == "good"
 
 
 def test_remote_store_after_lost_read_is_skipped_for_a_while(made):

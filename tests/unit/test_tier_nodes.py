@@ -15,6 +15,7 @@ from vllm_kvtier.store.index.index import Index, IndexLimits
 from vllm_kvtier.store.memory.slot_pool import SlotPool
 from vllm_kvtier.store.protocol import HASH_BYTES, MAX_HASH_BLOCKS, PAGE, PIECE_BYTES, GroupShape
 from vllm_kvtier.store.tiers.base import Block, Want
+from vllm_kvtier.store.tiers.nodes import tier as nodes_tier
 from vllm_kvtier.store.tiers.nodes.lease_table import NodeLeaseTable
 from vllm_kvtier.store.tiers.nodes.tier import NodesTier
 from vllm_kvtier.store.tiers.process import protocol as m
@@ -289,6 +290,13 @@ class Tiered:
         self.tier.find(want, self.found.append)
         return want
 
+    def read_from(self, store: str) -> None:
+        """``BLOCKS``, which that store has."""
+        self.find()
+        self.tier_process.answer(token=4, num_hash_blocks=6, store=store)
+        self.tier.read(self.found[-1], BLOCKS, self.read.append)
+        self.tier_process.answer(good=[True, True])
+
 
 BLOCKS = [
     Block(NAMESPACE_ID, 0, BLOCK_HASHES[:HASH_BYTES], bytes(HASH_BYTES), b"", 4, 4),
@@ -335,10 +343,12 @@ def test_node_tier_discarded_blocks_are_not_announced():
     t = Tiered()
     told = []
     t.tier.on_promotion_status = lambda want, num_hash_blocks, seconds: told.append(num_hash_blocks)
-    t.tier.discard(NAMESPACE_ID, 0, BLOCK_HASHES[2 * HASH_BYTES : 3 * HASH_BYTES])
+    t.read_from("bad")
+    t.tier.discard(*BLOCKS[1].name)
     t.find()
-    t.tier_process.on_message(m.PromotionStatus(t.tier_process.requests[0][0].id, 6, 3.0))
-    assert told == [2]
+    for store in ("bad", "another"):
+        t.tier_process.on_message(m.PromotionStatus(t.tier_process.requests[0][0].id, 6, 3.0, store))
+    assert told == [1, 6]
 
 
 def test_node_tier_without_peers_misses():
@@ -363,16 +373,34 @@ def test_node_tier_ignores_ids_of_dead_tier_process():
     assert t.read == [[False, False]] and not t.tier_process.sent and not t.tier_process.requests
 
 
-def test_node_tier_discarded_block_is_not_found_again():
+def test_node_tier_discarded_block_is_not_found_again_in_the_store_that_had_it():
     t = Tiered()
-    t.tier.discard(NAMESPACE_ID, 0, BLOCK_HASHES[2 * HASH_BYTES : 3 * HASH_BYTES])
+    t.read_from("bad")
+    t.tier.discard(*BLOCKS[1].name)
     t.find()
-    t.tier_process.answer(token=5, num_hash_blocks=6)
-    assert t.found[0].num_hash_blocks == 2
-    t.tier.discard(NAMESPACE_ID, 0, BLOCK_HASHES[:HASH_BYTES])
+    t.tier_process.answer(token=5, num_hash_blocks=6, store="bad")
+    assert t.found[-1].num_hash_blocks == 1 and t.tier.counts().discarded_blocks == 1
     t.find()
-    t.tier_process.answer(token=6, num_hash_blocks=6)
-    assert t.found[1].num_hash_blocks == 0 and t.tier_process.sent == [m.Release(6)]
+    t.tier_process.answer(token=6, num_hash_blocks=6, store="another")
+    assert t.found[-1].num_hash_blocks == 6, "a good copy"
+    t.tier.discard(*BLOCKS[0].name)
+    t.find()
+    t.tier_process.answer(token=7, num_hash_blocks=6, store="bad")
+    assert t.found[-1].num_hash_blocks == 0 and t.tier_process.sent == [m.Release(7)]
+
+
+def test_node_tier_blocks_of_this_store_or_another_tier_are_no_nodes_fault():
+    t = Tiered()
+    t.tier.discard(*BLOCKS[0].name)
+    t.read_from("store")
+    assert t.found[0].num_hash_blocks == 6 and not t.tier.counts().discarded_blocks
+
+
+def test_node_tier_remembered_origins_are_bounded(monkeypatch):
+    monkeypatch.setattr(nodes_tier, "MAX_ORIGINS", 1)
+    t = Tiered()
+    t.read_from("store")
+    assert list(t.tier._origins) == [BLOCKS[1].name]
 
 
 def test_node_tier_answers_lease_requests_and_stops_on_unexpected_message():

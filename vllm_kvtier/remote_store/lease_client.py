@@ -55,6 +55,11 @@ class Peer(ClientConnection):
     closed: bool = False
 
     @property
+    def instance(self) -> str:
+        """Of its store, "" before Welcome."""
+        return self.welcome.instance if self.welcome is not None else ""
+
+    @property
     def agent(self) -> str:
         """Name of its NIXL agent, "" before Welcome."""
         return self.welcome.agent if self.welcome is not None else ""
@@ -115,7 +120,7 @@ class NodeLeaseClient(LeaseConnections[Peer]):
 
     def find(self, instance: str) -> Peer | None:
         """The connection to this instance of a store."""
-        return next((p for p in self._connections.values() if p.welcome and p.welcome.instance == instance), None)
+        return next((p for p in self._connections.values() if p.welcome and p.instance == instance), None)
 
     def release(self, peer: Peer, lease: int) -> None:
         """Idempotent, also after the connection's end."""

@@ -38,7 +38,7 @@ class NodeLookup:
     request: w.LookupRequest
     wait_seconds: float
     decided: Callable[[Answer], None]
-    on_status: Callable[[int, float], None]
+    on_status: Callable[[Peer, int, float], None]
     waiting: int = 0
     best: tuple[Peer, w.LookupHit] | None = None
     promoter: tuple[Peer, int] | None = None
@@ -81,13 +81,13 @@ class NodeLookups:
         named: Sequence[str],
         decided: Callable[[Answer], None],
         wait_seconds: float = 0.0,
-        on_status: Callable[[int, float], None] = lambda num_hash_blocks, seconds: None,
+        on_status: Callable[[Peer, int, float], None] = lambda peer, num_hash_blocks, seconds: None,
     ) -> None:
         """Look up at ``listed`` and ``named`` addresses. ``request``: without ``wait_seconds``. ``decided`` is called
         once, perhaps before this returns; the caller releases the lease of its hit.
 
         ``wait_seconds``: time for one store to promote; the answer is what it has in memory by then.
-        ``on_status(num_hash_blocks, seconds)``: how much is expected in memory, and when.
+        ``on_status(peer, num_hash_blocks, seconds)``: how much is expected in its memory, and when.
         """
         others = [address for text in named[:MAX_NODES] if (address := Address.parse(text)) is not None]
         lookup = NodeLookup(request, wait_seconds, decided, on_status)
@@ -148,7 +148,7 @@ class NodeLookups:
     def _promotion_answered(self, lookup: NodeLookup, peer: Peer, reply: Reply) -> None:
         if isinstance(reply, w.PromotionStatus):
             if not lookup.over:
-                lookup.on_status(max(lookup.num_hash_blocks, reply.num_hash_blocks), reply.seconds)
+                lookup.on_status(peer, max(lookup.num_hash_blocks, reply.num_hash_blocks), reply.seconds)
             return
         if isinstance(reply, w.LookupHit):
             self._keep_if_better(lookup, peer, reply, too_late=lookup.over)

@@ -136,10 +136,9 @@ class RemoteStoreSource(StoreSource):
         if answer.hit is None:
             return RemoteStoreReply(asked, None, answer.promotable)
         peer, hit = answer.hit
-        assert peer.welcome is not None
         lease = next(self._lease_ids)
         self._leases[lease] = RemoteLease(peer, hit.lease)
-        remote = RemoteStoreInfo(peer.welcome.instance, peer.agent, peer.base, peer.metadata, peer.generation)
+        remote = RemoteStoreInfo(peer.instance, peer.agent, peer.base, peer.metadata, peer.generation)
         return RemoteStoreReply(asked, RemoteHit(lease, hit, remote), answer.promotable)
 
     def _begin(self, lease: int) -> None:
@@ -210,7 +209,7 @@ class RemoteStoreSource(StoreSource):
         if remote is None:
             return LookupMiss("not_in_store", "", True, pending_promotion=promotion)
         num_hash_blocks = self._bad_blocks.good_hash_blocks(
-            asked.namespace_id, asked.block_hashes, shapes, asked.start, have
+            asked.namespace_id, asked.block_hashes, shapes, asked.start, have, remote.remote.instance
         )
         tokens = num_hash_blocks * self._hash_block_size
         if num_hash_blocks < have:
@@ -244,5 +243,7 @@ class RemoteStoreSource(StoreSource):
 
     def discard(self, lora_fingerprint: bytes, group: int, block_hash: bytes, slot: int, session: int) -> None:
         """``session``: the lease of the load. If it has ended, the slot may have had another content by then."""
-        if session in self._leases:
-            self._bad_blocks.add(self.namespace_id(lora_fingerprint), group, block_hash[:HASH_BYTES])
+        lease = self._leases.get(session)
+        if lease is not None:
+            namespace_id, store = self.namespace_id(lora_fingerprint), lease.peer.instance
+            self._bad_blocks.add(namespace_id, group, block_hash[:HASH_BYTES], store)

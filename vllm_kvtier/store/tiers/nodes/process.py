@@ -103,7 +103,9 @@ class NodeProcess:
             look.nodes,
             lambda answer: self._decided(look, answer),
             MAX_WAIT_SECONDS,
-            lambda num_hash_blocks, seconds: self._host.send(m.PromotionStatus(look.id, num_hash_blocks, seconds)),
+            lambda peer, num_hash_blocks, seconds: self._host.send(
+                m.PromotionStatus(look.id, num_hash_blocks, seconds, peer.instance)
+            ),
         )
 
     def _decided(self, look: m.Look, answer: Answer) -> None:
@@ -113,7 +115,7 @@ class NodeProcess:
         peer, offer = answer.hit
         token = next(self._tokens)
         self._held[token] = Held(look, peer, offer)
-        self._host.send(m.Located(look.id, token, offer.num_hash_blocks))
+        self._host.send(m.Located(look.id, token, offer.num_hash_blocks, store=peer.instance))
 
     # -- reads --------------------------------------------------------------------------------------------------
 

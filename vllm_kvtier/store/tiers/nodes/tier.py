@@ -6,6 +6,7 @@ from dataclasses import replace
 from vllm_kvtier.ewma import Ewma
 from vllm_kvtier.remote_store.bad_blocks import BadBlocks
 from vllm_kvtier.remote_store.options import NodeOptions
+from vllm_kvtier.store.index.block_entry import BlockName
 from vllm_kvtier.store.tiers.base import Block, Find, TierCounts, Want
 from vllm_kvtier.store.tiers.nodes.lease_table import NodeLeaseTable
 from vllm_kvtier.store.tiers.process import protocol as m
@@ -19,6 +20,7 @@ READ_SECONDS = 75.0
 FIRST_READ_RATE = 1e9, 0.005  # bytes per second and seconds of a read, before any measurement
 FIRST_LATENCY = 0.005  # seconds of a find, before any measurement
 LATENCY_WEIGHT = 0.2  # of the latest find
+MAX_ORIGINS = 1 << 14  # remembered: a wrong block is found when it is loaded, soon after it was read
 
 
 class NodesTier(ProcessTier):
@@ -37,6 +39,7 @@ class NodesTier(ProcessTier):
         self._leases = leases
         self._instance = 0  # of the tier process: tokens of another instance are invalid
         self._bad_blocks = BadBlocks()
+        self._origins: dict[BlockName, str] = {}  # the store that a block was read from, oldest first
         self._looks: dict[int, tuple[Want, float]] = {}  # in flight; start time, 0: already measured
         self._latency, self._reads = Ewma(FIRST_LATENCY, LATENCY_WEIGHT), ReadTime(*FIRST_READ_RATE)
         super().__init__(context, options)
@@ -62,7 +65,8 @@ class NodesTier(ProcessTier):
             if reply is None or not reply.token or not want.start < reply.num_hash_blocks <= want.num_hash_blocks:
                 done(Find(want, want.start))
                 return
-            find = Find(want, self._good_hash_blocks(want, reply.num_hash_blocks), (instance, reply.token))
+            good = self._good_hash_blocks(want, reply.num_hash_blocks, reply.store)
+            find = Find(want, good, (instance, reply.token, reply.store))
             if find.num_hash_blocks > want.start:
                 self._counts.found_blocks += sum(
                     (find.num_hash_blocks - want.start) // shape.hash_blocks_per_block for shape in want.shapes
@@ -86,26 +90,27 @@ class NodesTier(ProcessTier):
         self._measure(status.id)
         want, _ = self._looks[status.id]
         self._looks[status.id] = want, 0.0
-        num_hash_blocks = self._good_hash_blocks(want, min(status.num_hash_blocks, want.num_hash_blocks))
+        end = min(status.num_hash_blocks, want.num_hash_blocks)
+        num_hash_blocks = self._good_hash_blocks(want, end, status.store)
         self.on_promotion_status(want, num_hash_blocks, status.seconds)
 
     def release(self, find: Find) -> None:
-        instance, token = find.token
+        instance, token, _ = find.token
         if instance == self._instance:
             self._tier_process.send(m.Release(token))
 
     def latency(self) -> float:
         return self._latency.value
 
-    def _good_hash_blocks(self, want: Want, num_hash_blocks: int) -> int:
+    def _good_hash_blocks(self, want: Want, num_hash_blocks: int, store: str) -> int:
         return self._bad_blocks.good_hash_blocks(
-            want.namespace_id, want.block_hashes, want.shapes, want.start, num_hash_blocks
+            want.namespace_id, want.block_hashes, want.shapes, want.start, num_hash_blocks, store
         )
 
     # -- reading -------------------------------------------------------------------------------------------------
 
     def read(self, find: Find, blocks: Sequence[Block], done: Callable[[list[bool]], None]) -> None:
-        instance, token = find.token
+        instance, token, store = find.token
         if instance != self._instance or not self.usable:
             self._counts.read_failures += len(blocks)
             done([False] * len(blocks))
@@ -121,6 +126,7 @@ class NodesTier(ProcessTier):
             counts.read_blocks += sum(good)
             counts.read_bytes += sum(block.pages for block, ok in zip(blocks, good, strict=True) if ok) * PAGE
             counts.read_failures += len(good) - sum(good)
+            self._came_from(store, [block.name for block, ok in zip(blocks, good, strict=True) if ok])
             done(good)
             if not self._reads.under_way:
                 self.on_quiet()
@@ -135,8 +141,17 @@ class NodesTier(ProcessTier):
         return self._reads.under_way > 0
 
     def discard(self, namespace_id: bytes, group: int, block_hash: bytes) -> None:
-        self._bad_blocks.add(namespace_id, group, block_hash)
-        self._counts.discarded_blocks += 1
+        store = self._origins.pop((namespace_id, group, block_hash), "")
+        if store:  # else another tier's, or this store's own
+            self._bad_blocks.add(namespace_id, group, block_hash, store)
+            self._counts.discarded_blocks += 1
+
+    def _came_from(self, store: str, names: Sequence[BlockName]) -> None:
+        for name in names:
+            self._origins.pop(name, None)
+            self._origins[name] = store
+        while len(self._origins) > MAX_ORIGINS:
+            del self._origins[next(iter(self._origins))]
 
     # -- not supported -------------------------------------------------------------------------------------------
 

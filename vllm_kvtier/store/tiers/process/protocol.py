@@ -125,11 +125,12 @@ class LeaseReply(msgspec.Struct, frozen=True, tag="lease_reply"):
 
 class PromotionStatus(msgspec.Struct, frozen=True, tag="promotion_status"):
     """Both ways, any number of times before the answer to a LeaseRequest or a Look: the answer waits for a promotion
-    of hash blocks up to ``num_hash_blocks``, expected in ``seconds``."""
+    of hash blocks up to ``num_hash_blocks``, expected in ``seconds``. ``store``: as in Located."""
 
     id: Count
     num_hash_blocks: Count
     seconds: Annotated[float, msgspec.Meta(ge=0)]
+    store: str = ""
 
 
 # -- tier process to server ---------------------------------------------------------------------------------
@@ -175,13 +176,14 @@ class Scanned(msgspec.Struct, frozen=True, tag="scanned"):
 
 class Located(msgspec.Struct, frozen=True, tag="located"):
     """``num_hash_blocks`` as in ``base.Find``; ``token``: for Read and Release, 0 if nothing was found; ``seconds``:
-    expected duration of reading all blocks, 0: unknown."""
+    expected duration of reading all blocks, 0: unknown; ``store``: instance of the store that has them, if any."""
 
     id: Count
     token: Count
     num_hash_blocks: Count
     error: Sentence = ""
     seconds: float = 0.0
+    store: str = ""
 
 
 class LeaseRequest(msgspec.Struct, frozen=True, tag="lease_request"):
