@@ -212,10 +212,29 @@ def test_remote_store_after_lost_read_is_skipped_for_a_while(made):
     store = made(LendingStore, 6)
     engine = made(Engine, store)
     offer = engine.ask()
-    engine.reactor.call_soon(lambda: engine.tier.lost(m.RemoteStoreLost(0, "server", "a read failed")))
+    lost = m.RemoteStoreLost(0, "server", offer.remote.generation, "a read failed")
+    engine.reactor.call_soon(lambda: engine.tier.lost(lost))
     assert engine.ask().searched
     assert engine.tier._leases == {} and len(store.of(moving.LeaseRequest)) == 1
     engine.tier.release(offer, True)
+
+
+def test_remote_store_lost_by_another_rank_keeps_the_new_connection(made):
+    """Both ranks read over the first; the second rank's read fails when the first rank's has ended it."""
+    store = made(LendingStore, 6)
+    engine = made(Engine, store, ranks=2)
+    lost = [m.RemoteStoreLost(rank, "server", engine.ask().remote.generation, "a read failed") for rank in (0, 1)]
+    engine.reactor.call_soon(lambda: engine.tier.lost(lost[0]))
+    eventually(lambda: not engine.tier._leases)
+    engine.tier._peers._paused.clear()
+    offer = engine.ask()
+    ended = []
+    engine.reactor.call_soon(lambda: (engine.tier.lost(lost[1]), ended.append(True)))
+    eventually(lambda: ended)
+    assert offer.lease in engine.tier._leases and offer.remote.generation > lost[1].generation
+    lost = m.RemoteStoreLost(1, "server", offer.remote.generation, "a read failed")
+    engine.reactor.call_soon(lambda: engine.tier.lost(lost))
+    eventually(lambda: not engine.tier._leases)
 
 
 def test_remote_store_death_ends_leases(made, monkeypatch):
@@ -224,8 +243,10 @@ def test_remote_store_death_ends_leases(made, monkeypatch):
     store = made(LendingStore, 6)
     engine = made(Engine, store)
     offer = engine.ask()
+    assert engine.tier.is_current(SimpleNamespace(), offer)
     store.stop()
     eventually(lambda: not engine.tier._leases)
+    assert not engine.tier.is_current(SimpleNamespace(), offer), "it is computed; a load of it would fail"
     engine.reactor.call_soon(lambda: engine.tier._begin(offer.lease))
     engine.tier.release(offer, True)
     assert engine.ask().searched

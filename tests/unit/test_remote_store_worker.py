@@ -122,7 +122,7 @@ def test_remote_store_death_fails_loads_and_keeps_buffers_until_safe(monkeypatch
     world.load(world.order("slow", "b", groups=((0, (7,)),)), world.order("dies", "a", groups=((0, (1, 2, 3)),)))
     world.until("dies")
     assert world.results["dies"].bad_blocks == {1, 2, 3} and "it broke" in world.results["dies"].reason
-    assert m.RemoteStoreLost(0, "a", "a read failed: it broke") in world.told
+    assert m.RemoteStoreLost(0, "a", 1, "a read failed: it broke") in world.told
     # Another store is being read from: the agent lives on for a while, and may still write.
     assert "closed" not in world.network.log and len(world.ring.free) < world.ring.count - 1
     free = list(world.ring.free)

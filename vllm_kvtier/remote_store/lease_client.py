@@ -51,7 +51,8 @@ class Peer(ClientConnection):
     lookups: dict[int, Lookup] = field(default_factory=dict)
     reads: int = 0  # during which the peer makes NIXL progress
     metadata: bytes = b""
-    generation: int = 0  # of the metadata; unique over all peers
+    generation: int = 0  # of the metadata; unique over all peers, and growing
+    first_generation: int = 0  # of this connection; 0: no metadata yet
     closed: bool = False
 
     @property
@@ -265,6 +266,7 @@ class NodeLeaseClient(LeaseConnections[Peer]):
             request = lookup.request
             if message.metadata:
                 peer.metadata, peer.generation = message.metadata, next(self._generations)
+                peer.first_generation = peer.first_generation or peer.generation
             error = w.hit_error(message, request.block_hashes, request.start, request.groups, peer.welcome.pool_bytes)
             if error or not peer.metadata:
                 self.close(peer, f"it sent an invalid hit: {error or 'memory without NIXL metadata'}")

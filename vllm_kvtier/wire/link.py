@@ -95,10 +95,12 @@ class RemoteStoreSetup(msgspec.Struct, frozen=True, tag="remote_store_setup"):
 
 
 class RemoteStoreLost(msgspec.Struct, frozen=True, tag="remote_store_lost"):
-    """A rank could not read from this instance of another node's store."""
+    """A rank could not read from this instance of another node's store. ``generation``: of its metadata, as in
+    ``RemoteStoreInfo``."""
 
     rank: Count
     instance: Name
+    generation: Count
     reason: str
 
 

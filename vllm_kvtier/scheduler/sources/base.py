@@ -272,7 +272,8 @@ class KVSource(ABC):
         """A hit is about to become ``state.held``."""
 
     def is_current(self, state: RequestState, hit: LookupHit) -> bool:
-        """False: the engine's cache was reset since the lookup, and the blocks are of no use to it any more."""
+        """False: the engine's cache was reset since the lookup, and the blocks are of no use to it any more, or their
+        lease is known to have ended."""
         return True
 
     # -- load --------------------------------------------------------------------------------------------------------

@@ -119,7 +119,8 @@ class RemoteStoreSource(StoreSource):
 
     def lost(self, message: m.RemoteStoreLost) -> None:
         peer = self._peers.find(message.instance)
-        if peer is not None:
+        # Another rank may report a connection late that this rank's message has ended.
+        if peer is not None and 0 < peer.first_generation <= message.generation:
             self._peers.close(peer, message.reason)
 
     def _ask(self, ask: w.LookupRequest, nodes: tuple[str, ...], wait_seconds: float, pending: Pending) -> None:
@@ -225,6 +226,10 @@ class RemoteStoreSource(StoreSource):
             pending_promotion=promotion, session=remote.lease, epoch=pending.epoch, logical_bytes=logical,
             remote=remote.remote,
         )  # fmt: skip
+
+    def is_current(self, state: RequestState, hit: LookupHit) -> bool:
+        """False as well if the lease has ended, with its connection."""
+        return hit.lease in self._leases and super().is_current(state, hit)
 
     def build_job(self, state: RequestState, block_ids: BlockIds, tokens: int) -> LoadJob:
         job, lease = super().build_job(state, block_ids, tokens), state.hit.lease

@@ -321,7 +321,7 @@ class RemoteStoreWorker(StoreLoadWorker):
         self._broken.append(store)
         store.queue.cancel(lambda job: True, reason, time.monotonic())
         self._log_once(store.instance, f"reading failed: {reason}")
-        self._send(m.RemoteStoreLost(self._rank, store.instance, reason[:1000]))
+        self._send(m.RemoteStoreLost(self._rank, store.instance, store.generation, reason[:1000]))
 
     def _cancel(self, which: Callable[[LoadJob], bool], reason: str) -> None:
         for store in self._all_stores():
