@@ -29,8 +29,8 @@ RESTORE_PAGES = 1 << 16  # pages whose blocks are sorted at a time: to sort mill
 class Gone:
     """Freed positions that the tier process has not acknowledged. Outlives the tier processes.
 
-    The reply to a write acknowledges all messages before it. Positions that were not acknowledged when a tier process
-    ended are ``banned``: the next one may find their blocks. Repeating a position, or naming a free one, is harmless.
+    Each is sent once. The reply to a write acknowledges all messages before it, if it has written a block. Positions
+    that were not acknowledged when a tier process ended are ``banned``: the next one may find their blocks.
     """
 
     def __init__(self) -> None:
@@ -58,10 +58,11 @@ class Gone:
         return positions
 
     def answered(self, any_good: bool) -> None:
-        """The Write was answered. ``any_good``: a block was written, so all removals before it are recorded. They must
-        not be sent again, because a new block may be at such a position."""
+        """The Write was answered. ``any_good``: a block was written, so all removals before it are recorded. The tier
+        process has removed them in any case, and records them once it can."""
         if not any_good:
-            self._unreported.update(_pairs(self._asked))
+            self._asked.extend(self._reported)
+            self._reported = self._asked
         self._asked = array("q")
 
     def down(self) -> None:
