@@ -238,6 +238,23 @@ def test_remote_store_that_reads_no_message_is_disconnected(made, monkeypatch):
     eventually(lambda: peer.closed)
 
 
+def test_remote_store_that_answers_late_is_asked_less_often(made, monkeypatch):
+    """Each request would wait for it, one after the other."""
+    monkeypatch.setattr(node_peers, "SLOW_SECONDS", 0.0)  # every answer is late
+    monkeypatch.setattr(node_peers, "BACKOFF_SECONDS", (100.0, 150.0))
+    store = made(Store)
+    asker = made(Asker, store)
+    assert asker.look().num_hash_blocks == 6 and asker.look().num_hash_blocks == 0
+    [peer] = asker.tier_process._peers._connections.values()
+    assert len(store.of(m.LeaseRequest)) == 1 and peer.slow[1] == 100.0
+    peer.slow = 0.0, peer.slow[1]
+    assert asker.look().num_hash_blocks == 6 and peer.slow[1] == 150.0
+    monkeypatch.setattr(node_peers, "SLOW_SECONDS", 1.0)
+    peer.slow = 0.0, peer.slow[1]
+    assert asker.look().num_hash_blocks == 6 and peer.slow == (0.0, 0.0)
+    assert asker.look().num_hash_blocks == 6 and not peer.closed
+
+
 def test_remote_store_late_lease_is_returned(made, monkeypatch):
     monkeypatch.setattr(node_asking, "ASK_SECONDS", 0.2)
     store = made(Store, num_hash_blocks=None)
@@ -344,7 +361,9 @@ def test_remote_store_with_two_addresses_has_one_peer(made):
         located = asker.look([f"{name}:{store.port}"])
         assert located.num_hash_blocks == 6
         asker.do(lambda token=located.token: asker.tier_process.handle(m.Release(token)))
+    asked = len(store.of(m.LeaseRequest))
     assert asker.look([f"127.0.0.1:{store.port}", f"localhost:{store.port}"]).num_hash_blocks == 6
+    assert len(store.of(m.LeaseRequest)) == asked + 1
     assert asker.do(lambda: len(asker.tier_process._peers)) == 1
     eventually(lambda: len(store.of(m.LeaseRequest)) - len(store.of(m.Return)) == 1)
 

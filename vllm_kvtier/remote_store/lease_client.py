@@ -49,6 +49,7 @@ class Peer(ClientConnection):
 
     welcome: w.Welcome | None = None
     lookups: dict[int, Lookup] = field(default_factory=dict)
+    slow: tuple[float, float] = 0.0, 0.0  # until when it gets no lookups after a late answer, and for how many seconds
     reads: int = 0  # during which the peer makes NIXL progress
     metadata: bytes = b""
     generation: int = 0  # of the metadata; unique over all peers, and growing
@@ -110,7 +111,8 @@ class NodeLeaseClient(LeaseConnections[Peer]):
             return False
         now = peer.last_used = time.monotonic()
         failed = peer.welcome is None and address in self._paused  # before: nothing waits until it answers again
-        if failed or len(peer.lookups) >= w.MAX_LOOKUPS or now - peer.waiting_since(now) > SLOW_SECONDS:
+        slow = now < peer.slow[0] or now - peer.waiting_since(now) > SLOW_SECONDS
+        if failed or slow or len(peer.lookups) >= w.MAX_LOOKUPS:
             return False
         request = msgspec.structs.replace(request, id=next(self._ids))
         peer.lookups[request.id] = Lookup(request, on_reply, now + request.wait_seconds)
@@ -118,6 +120,11 @@ class NodeLeaseClient(LeaseConnections[Peer]):
             self._send(peer, request)
         self._keep_alive(peer, w.PING_SECONDS)
         return True
+
+    def address_of(self, address: Address) -> Address:
+        """Where the store of this address is connected, if that is under another one."""
+        peer = self._aliased(address)
+        return peer.address if peer is not None else address
 
     def find(self, instance: str) -> Peer | None:
         """The connection to this instance of a store."""
@@ -262,6 +269,7 @@ class NodeLeaseClient(LeaseConnections[Peer]):
         if lookup is None or peer.welcome is None:
             self.close(peer, "it sent an answer that matches no lookup")
             return
+        self._answer_took(peer, time.monotonic(), lookup)
         if isinstance(message, w.LookupHit):
             request = lookup.request
             if message.metadata:
@@ -274,6 +282,15 @@ class NodeLeaseClient(LeaseConnections[Peer]):
                 return
             peer.leases.add(message.lease)
         lookup.on_reply(peer, message)
+
+    def _answer_took(self, peer: Peer, now: float, lookup: Lookup) -> None:
+        """After a late answer, wait before the next lookup; each request waited for it."""
+        until, seconds = peer.slow
+        if now - lookup.due <= SLOW_SECONDS:
+            peer.slow = 0.0, 0.0
+        elif now >= until:
+            seconds = min(max(BACKOFF_SECONDS[0], 2 * seconds), BACKOFF_SECONDS[1])
+            peer.slow = now + seconds, seconds
 
     def _send(self, peer: Peer, message: msgspec.Struct) -> bool:
         sent = not peer.closed and super()._send(peer, message)

@@ -96,7 +96,7 @@ class NodeLookups:
             self._memory_answered(lookup, peer, reply)
 
         if request.groups and not w.request_error(request.block_hashes, request.start, request.groups):
-            for address in dict.fromkeys([*others, *self.listed]):
+            for address in dict.fromkeys(map(self._peers.address_of, [*others, *self.listed])):
                 lookup.waiting += self._peers.lookup(address, request, on_reply)
         if lookup.waiting:
             lookup.timers.append(self._reactor.call_later(ASK_SECONDS, lambda: self._promote(lookup)))
