@@ -156,9 +156,11 @@ class Zygote:
         """In a process that a shell started for a command: have a forked one run ``script`` with its arguments,
         environment and network, and end as that does. When this one is killed, so is that with its group."""
         request = {"argv": [script, *sys.argv[1:]], "env": dict(os.environ), "cwd": os.getcwd(), "script": True}
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         child = Forked(self, self.ask({**request, "beside": os.getpid()}, [1, 2]))
-        leash = subprocess.Popen([*LEASH, str(child.pid)], stdin=subprocess.PIPE, start_new_session=True)
         signal.signal(signal.SIGTERM, lambda *_: os.kill(child.pid, signal.SIGTERM))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+        leash = subprocess.Popen([*LEASH, str(child.pid)], stdin=subprocess.PIPE, start_new_session=True)
         code = child.wait()
         leash.kill()
         sys.exit(code if code >= 0 else 128 - code)

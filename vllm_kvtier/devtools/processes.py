@@ -119,6 +119,7 @@ class Service:
             raise ServiceFailed(f"{self.name} is running already (pid {self.pid})")
         self._release()
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        self.started_at, self.ready_after = time.monotonic(), None  # before it runs: it may get a core sooner than this
         with open(self.log_path, "ab") as log:
             self._process = self.popen(
                 self.command,
@@ -136,7 +137,6 @@ class Service:
             start_new_session=True,
         )
         self._pidfd = os.pidfd_open(self._process.pid)
-        self.started_at, self.ready_after = time.monotonic(), None
         return self
 
     def wait_ready(self) -> "Service":
