@@ -11,6 +11,7 @@ from support import make_request
 from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.scheduler.integrity.checksum_index import ChecksumIndex
 from vllm_kvtier.scheduler.leases.lease_client import LeasedBlocks, PendingLease
+from vllm_kvtier.scheduler.sources.base import LookupMiss
 from vllm_kvtier.vllm_compat import requests as vr
 from vllm_kvtier.vllm_compat.engine_info import EngineInfo, _supports_partial_prefix
 from vllm_kvtier.wire import messages as m
@@ -24,7 +25,7 @@ class Peers:
     """Grants the whole prompt, or the chain that was asked for, at once."""
 
     def __init__(self, groups):
-        self.groups, self.asked, self.released = groups, [], []
+        self.groups, self.asked, self.released, self.cancelled = groups, [], [], []
 
     def ask(self, address, timeout, rehash=None, **fields):
         pending = PendingLease(address, m.LeaseRequest(1, "", **fields), time.monotonic() + 60)
@@ -33,10 +34,16 @@ class Peers:
 
     def grant(self, tokens):
         blocks = [list(range(1, 1 + -(-tokens // size))) for size, _ in self.groups]
-        self.asked[-1].outcome = LeasedBlocks(("a", 1), "a/1", 7, 0, tokens, blocks, [])
+        self.asked[-1].outcome = LeasedBlocks(("a", 1), "a/1", 6 + len(self.asked), 0, tokens, blocks, [])
+
+    def refuse(self):
+        self.asked[-1].outcome = LookupMiss("unknown_export", "it has ended")
 
     def cancel(self, pending):
-        raise AssertionError("answered, so there is nothing to cancel")
+        self.cancelled.append(pending)
+
+    def release_export(self, address, export):
+        raise AssertionError("the prefill engine is to keep it")
 
     def release(self, offer, done):
         self.released.append(offer.lease)
@@ -50,6 +57,18 @@ def _matcher(groups, wire_codec="raw", **info):
     config = KVTierConfig(bidirectional=True, pull_threshold=1, wire_codec=wire_codec)
     load = load_context(groups, HASH_BLOCK_SIZE, peers, config=config, checksum_index=ChecksumIndex(), info=info)
     return make_matcher(load), peers
+
+
+def _early_params(tokens):
+    """Of a hand-off that can be read before its lease is granted."""
+    request = make_request("r", list(range(tokens)), HASH_BLOCK_SIZE, HANDOFF)
+    tail = vr.tail_hash(request, tokens, HASH_BLOCK_SIZE)
+    digest = vr.prefix_digest(vr.block_hashes(request, tokens, HASH_BLOCK_SIZE), tail)
+    return {
+        **HANDOFF,
+        "remote_block_ids": [list(range(1, 1 + -(-tokens // HASH_BLOCK_SIZE)))],
+        "kvtier": {"instance": "a/1", "num_tokens": tokens, "digest": digest.hex()},
+    }
 
 
 @pytest.mark.parametrize("length", [17, 18, 19, 20, 21])
@@ -84,18 +103,42 @@ def test_matching_without_windows_reads_whole_prompt():
     assert made.match(request, 0) == (18, True)
 
 
-@pytest.mark.parametrize("seconds, found", [(110.0, 16), (130.0, 0)])
+@pytest.mark.parametrize("taken", [False, True])
 @pytest.mark.parametrize("params", [HANDOFF, SOURCE])
-def test_matching_takes_no_lease_that_ends_before_it_is_read(params, seconds, found):
-    """vLLM may ask for none of the requests that wait for minutes. The peer ends a lease after three times
-    ``transfer_timeout``, and blocks that it gave to others would count as corrupt."""
+def test_matching_asks_again_for_a_lease_that_may_end_before_it_is_read(params, taken):
+    """vLLM may ask for none of the requests that wait for minutes, or may have no blocks for one. The peer ends a lease
+    after three times ``transfer_timeout``, and blocks that it gave to others would count as corrupt. The export may
+    live for longer: a decode engine that was overloaded gave it up and computed the prompt."""
     made, peers = _matcher([(HASH_BLOCK_SIZE, None)])
     request = make_request("r", list(range(18)), HASH_BLOCK_SIZE, params)
+
+    def wait(seconds):
+        peers.asked[-1].deadline = time.monotonic() + 2 - seconds
+        made.get("r").hit_at -= seconds
+
     assert made.match(request, 0) == (None, False)
-    peers.grant(16)
-    peers.asked[0].deadline = time.monotonic() - seconds
-    assert made.match(request, 0) == (found, bool(found))
-    assert peers.released == [] if found else [7]
+    for times in range(1, 4):
+        peers.grant(16)
+        assert not taken or made.match(request, 0) == (16, True)
+        wait(59 if taken else 112)
+        assert made.match(request, 0) == (16, True) and len(peers.asked) == times
+        wait(131)
+        assert made.match(request, 0) == (None, False)
+        assert peers.cancelled == peers.asked[:-1] and len(peers.asked) == times + 1
+    peers.refuse()
+    assert made.match(request, 0) == (0, False), "the export has ended"
+    assert made.match(request, 0) == (0, False) and len(peers.asked) == 4 and not peers.released
+
+
+def test_matching_reads_early_only_what_was_just_promised():
+    made, peers = _matcher([(HASH_BLOCK_SIZE, None)])
+    peers.known = lambda address, instance: []
+    request = make_request("r", list(range(18)), HASH_BLOCK_SIZE, _early_params(18))
+    assert made.match(request, 0) == (18, True)
+    made.get("r").hit_at -= 61
+    assert made.match(request, 0) == (None, False) and peers.cancelled == peers.asked[:1]
+    peers.grant(18)
+    assert made.match(request, 0) == (18, True) and made.get("r").hit.lease == 8
 
 
 @pytest.mark.parametrize("codec", ["raw", "int8", {"full": "fp8"}])
@@ -103,13 +146,7 @@ def test_matching_encoded_export_is_not_read_early(codec):
     """Encoding the end of a prompt takes longer than the way of its answer: such reads failed their checksums."""
     made, peers = _matcher([(HASH_BLOCK_SIZE, None)], codec)
     peers.known = lambda address, instance: []
-    request = make_request("r", list(range(18)), HASH_BLOCK_SIZE, HANDOFF)
-    digest = vr.prefix_digest(vr.block_hashes(request, 18, HASH_BLOCK_SIZE), vr.tail_hash(request, 18, HASH_BLOCK_SIZE))
-    request.kv_transfer_params = {
-        **HANDOFF,
-        "remote_block_ids": [[1, 2, 3, 4, 5]],
-        "kvtier": {"instance": "a/1", "num_tokens": 18, "digest": digest.hex()},
-    }
+    request = make_request("r", list(range(18)), HASH_BLOCK_SIZE, _early_params(18))
     assert made.match(request, 0) == ((18, True) if codec == "raw" else (None, False))
     peers.grant(18)
     assert made.match(request, 0) == (18, True)

@@ -37,7 +37,7 @@ class Event(enum.Enum):
     LOAD_DONE = "load done"
     LOAD_FAILED = "load failed"
     PREEMPT = "preempt"
-    ASK_AGAIN = "ask again"  # vLLM has evicted tokens before those that were asked for
+    ASK_AGAIN = "ask again"  # vLLM has evicted tokens before those that were asked for, or the answer is old
     FINISH = "finish"  # stopped, capped or aborted
 
 

@@ -165,10 +165,13 @@ class RequestMatcher:
                 case State.HIT:
                     if state.taken_hit.source.cost_key and self._waits_for_load(state, computed):
                         return None, False
+                    now = time.monotonic()
+                    if not state.taken_hit.source.cost_key and self._load_or_recompute.is_too_old(state, now):
+                        self._source_selector.ask_again(state)  # the peer may have it still, and leases it anew
+                        continue
                     alone = len(self._tracked) == 1
                     synchronous = self._sync_load.is_eligible(state, computed, len(self._tracked))
-                    alone_or_sync, now = alone or synchronous, time.monotonic()
-                    gain = self._load_or_recompute.usable_tokens(state, computed, now, alone_or_sync)
+                    gain = self._load_or_recompute.usable_tokens(state, computed, now, alone or synchronous)
                     state.synchronous, state.others_running = bool(gain and synchronous), not alone
                     if state.synchronous:  # of the whole prompt, vLLM computes the last token in the same step
                         return min(gain, request.num_tokens - 1 - computed), False

@@ -80,7 +80,8 @@ class SourceSelector:
                 continue
             state.candidate, state.waits_since, state.asked_at = candidate, 0.0, time.monotonic()
             state.life.fire(Event.LOOKUP)
-            early = candidate.source.early_hit(state)
+            # Without a lease only what was just promised is read: by now the peer may have ended it.
+            early = None if state.asked_again else candidate.source.early_hit(state)
             if early is not None:  # the lookup stays under way
                 self._take(state, early)
             else:

@@ -16,11 +16,7 @@ class LoadOrRecompute:
         """Tokens of ``state.hit`` to load beyond ``computed``; 0: recompute, or the hit is too old. ``alone``: no other
         request is in the engine, or the step itself waits for the load."""
         hit = state.taken_hit
-        if not hit.source.is_current(state, hit):
-            return 0
-        # Its lease may have been granted long before vLLM asked for the request.
-        timeout, asked = self._config.transfer_timeout, state.pending.deadline if state.pending is not None else now
-        if hit.start > computed or now - min(state.hit_at, asked + timeout) > timeout:
+        if not hit.source.is_current(state, hit) or hit.start > computed or self.is_too_old(state, now):
             return 0
         prompt = state.request.num_tokens
         tokens = self._geometry.usable_tokens(hit.tokens, prompt)
@@ -30,6 +26,12 @@ class LoadOrRecompute:
         if hit.source.cost_key:
             return gain if gain > 0 and self._faster_than_compute(state, computed, tokens, alone) else 0
         return gain if gain >= max(1, self._config.pull_threshold) else 0
+
+    def is_too_old(self, state: RequestState, now: float) -> bool:
+        """Whether the lease of ``state.hit`` may end before its blocks are read. It may have been granted long before
+        vLLM asked for the request."""
+        timeout, asked = self._config.transfer_timeout, state.pending.deadline if state.pending is not None else now
+        return now - min(state.hit_at, asked + timeout) > timeout
 
     def _faster_than_compute(self, state: RequestState, computed: int, tokens: int, alone: bool) -> bool:
         if state.plan is not None and state.planned == (computed, tokens):
