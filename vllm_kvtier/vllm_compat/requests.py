@@ -35,8 +35,11 @@ def keep_variant(request: Any, found: bytes) -> None:
 
 
 def written_tokens(request: Any) -> int:
-    """Tokens whose KV is in the cache: the step after a sampled token writes its KV."""
-    return max(0, min(request.num_computed_tokens - request.num_output_placeholders, request.num_tokens - 1))
+    """Tokens whose KV is in the cache: the step after a sampled token writes its KV. A diffusion model that is only to
+    read (``diffusion_read_only``, vLLM 0.31 on) emits its canvas from a step that denoises: no step writes its KV."""
+    written = max(0, min(request.num_computed_tokens - request.num_output_placeholders, request.num_tokens - 1))
+    extra = request.sampling_params and request.sampling_params.extra_args
+    return min(written, request.num_prompt_tokens) if extra and extra.get("diffusion_read_only") else written
 
 
 def scheduled_tokens(request: Any) -> int:

@@ -71,7 +71,8 @@ REQUEST_ATTRIBUTES = {
     "request_id": str, "num_tokens": int, "num_prompt_tokens": int, "num_computed_tokens": int,
     "num_output_placeholders": int, "num_preemptions": int, "block_hashes": list, "all_token_ids": object,
     "lora_request": object, "cache_salt": str, "mm_features": list, "prompt_embeds": object, "status": object,
-    "kv_transfer_params": object, "resumable": bool, "skip_reading_prefix_cache": bool, "is_finished": object,
+    "kv_transfer_params": object, "sampling_params": object, "resumable": bool, "skip_reading_prefix_cache": bool,
+    "is_finished": object,
 }  # fmt: skip
 
 
@@ -105,6 +106,7 @@ def request() -> None:
     expect(counts == (len(_TOKENS), len(_TOKENS), 0, 0), f"a new request counts {counts} tokens")
     expect(list(made.all_token_ids) == _TOKENS, "a request's tokens are not those of its prompt")
     expect(not made.is_finished(), "a new request is finished")
+    expect(made.sampling_params.extra_args is None, "a request without extra arguments has some")
     expect(_request(params={"a": 1}).kv_transfer_params == {"a": 1}, "Request.kv_transfer_params is not what was sent")
 
 
