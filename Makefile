@@ -63,12 +63,12 @@ LINT = $(PY) -m ruff check . && $(PY) -m mypy
 lint: $(SETUP)
 	@$(LINT)
 
-# Three files at a time: tests wait for messages, and for processes that start, die and hang. Lint runs beside the levels
-# that compute. Chaos tests with engines are in files called test_engines_*. The others do not run beside the levels that
-# compute, because some of them measure delays.
+# Four files at a time, on two cores too: tests wait for messages, and for processes that start, die and hang. Lint runs
+# beside the levels that compute. Chaos tests with engines are in files called test_engines_*. The others do not run
+# beside the levels that compute, because some of them measure delays.
 # Files are handed out in order: those that take longest first, or one of them would run alone at the end.
-LONGEST := $(patsubst %,tests/engines/test_%.py,docs_engines configurations internal_errors conversations cache_kinds_engines \
-	node_store node_store_models codecs sleep_engines sync_loads models peer_fetch tiers) \
+LONGEST := $(patsubst %,tests/engines/test_%.py,cache_kinds_engines sync_handoffs following docs_engines codecs node_store \
+	sync_loads models sleep_engines conversations configurations node_store_models internal_errors several_nodes tiers) \
 	tests/chaos/test_engines_deaths.py tests/chaos/test_engines_store.py
 COMPUTES := $(patsubst %,tests/%,$(filter unit property kernels,$(LEVELS)))
 ENGINES := $(foreach level,$(filter-out unit property kernels chaos,$(LEVELS)),$(wildcard tests/$(level)/test_*.py))
@@ -83,9 +83,9 @@ endif
 
 test: $(SETUP) $(HELM)
 	@status=0; mkdir -p .cache; ($(LINT)) > .cache/lint.log 2>&1 & lint=$$!; \
-	if [ -n "$(COMPUTES)" ]; then $(PY) -m pytest -n 3 --dist loadfile $(PYTEST_ARGS) $(COMPUTES) || status=$$?; fi; \
-	if [ -n "$(WAITS)" ]; then $(PY) -m pytest -n 3 --dist loadfile $(PYTEST_ARGS) $(WAITS) || status=$$?; fi; \
-	if [ -n "$(strip $(ENGINES))" ]; then $(PY) -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS) \
+	if [ -n "$(COMPUTES)" ]; then $(PY) -m pytest -n 4 --dist loadfile $(PYTEST_ARGS) $(COMPUTES) || status=$$?; fi; \
+	if [ -n "$(WAITS)" ]; then $(PY) -m pytest -n 4 --dist loadfile $(PYTEST_ARGS) $(WAITS) || status=$$?; fi; \
+	if [ -n "$(strip $(ENGINES))" ]; then $(PY) -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS) \
 		$(foreach file,$(LONGEST),$(filter $(file),$(ENGINES))) $(filter-out $(LONGEST),$(ENGINES)) || status=$$?; fi; \
 	wait $$lint || { status=$$?; cat .cache/lint.log; }; \
 	exit $$status
