@@ -17,6 +17,7 @@ from vllm_kvtier.errors import ConfigError
 from vllm_kvtier.scheduler.leases.exports import ExportTable, LeaseKind
 from vllm_kvtier.scheduler.leases.lease_client import SAME_NODE, LeasedBlocks
 from vllm_kvtier.scheduler.leases.lease_server import LeaseServer, LeaseServerEvents
+from vllm_kvtier.scheduler.matching.transfer_params import PrefillHandoff
 from vllm_kvtier.scheduler.sources.base import LookupMiss
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.auth import ClusterKey
@@ -115,18 +116,21 @@ def test_lease_is_renewed_by_heartbeats(make):
     assert source.serving == [True]
 
 
-@pytest.mark.parametrize("end", ["scheduled", "aborted"])
-def test_export_outlives_handoff_seconds_while_its_request_is_queued(make, end):
+@pytest.mark.parametrize("end, options", [("scheduled", {"handoff_seconds": 1.0}), ("aborted", {})])
+def test_export_outlives_handoff_seconds_while_its_request_is_queued(make, end, options):
     """With more requests than the decode engine takes at a time. It computed their prompts itself, after 30 s in its
-    queue, which became longer for it."""
-    source, asker = make(Source, handoff_seconds=1.0), make(Asker, handoff_seconds=1.0)
+    queue, which became longer for it. The time is the prefill engine's: its own may be longer, and another's was kept
+    before."""
+    source, asker = make(Source, handoff_seconds=1.0), make(Asker, **options)
     source.table.add(export(seconds=1.0))
     source.endpoint.changed()
     matcher = make_matcher(load_context([(HASH_BLOCK_SIZE, None)], HASH_BLOCK_SIZE, asker.peers))
     params = {"do_remote_prefill": True, "remote_request_id": "e"}
     params |= {"remote_host": source.address[0], "remote_port": source.address[1]}
-    request = make_request("r", list(range(40)), HASH_BLOCK_SIZE, params)
-    matcher.keep_export(request)
+    for request_id, seconds in (("q", 30.0), ("r", 1.0)):
+        params |= {"kvtier": {"export": {"q": "other", "r": "e"}[request_id], "expires_in": seconds}}
+        request = make_request(request_id, list(range(40)), HASH_BLOCK_SIZE, dict(params))
+        matcher.keep_export(request)
     until = time.monotonic() + 2.5
     eventually(lambda: time.monotonic() > until)
     offer = asker.answer(source.address, export="e", digest=b"digest")
@@ -145,7 +149,7 @@ def test_export_is_not_kept_for_an_engine_whose_steps_hang(make):
     source.table.add(export(seconds=1.0))
     source.endpoint.changed()
     asker.peers.steps = lambda: 7
-    asker.peers.keep_exports({"r": (source.address, "e")})
+    asker.peers.keep_exports({"r": PrefillHandoff(source.address, "e")}, 1.0)
     begin = time.monotonic()
     eventually(lambda: sorted(source.freed) == list(range(1, 9)))
     assert time.monotonic() - begin < 5.0

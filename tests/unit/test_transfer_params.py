@@ -1,6 +1,7 @@
 """``kv_transfer_params`` come from clients: nothing they hold may raise, and what is malformed counts as absent."""
 
 import json
+import math
 
 import pytest
 from hypothesis import given
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from vllm_kvtier.scheduler.leases.exports import Export, GroupBlocks, LeaseKind
 from vllm_kvtier.scheduler.matching.transfer_params import (
     MAX_PEERS,
+    MIN_EXPIRES_IN,
     EarlyReadInfo,
     Hints,
     PrefillHandoff,
@@ -97,6 +99,10 @@ def test_transfer_params_round_trip():
     written = write(export, "e", "e/1", ("h", 7), 30.0, 1, report(33, 0, 0, None))
     written = json.loads(json.dumps(written))
     assert read(written) == Hints(handoff=PrefillHandoff(("h", 7), "x"), asked=True)
+    assert read(written).handoff.expires_in == 30.0
+    bad = [(value, math.inf) for value in (0, -1.0, math.nan, True, "8", None, [8])]
+    for seconds, kept in [(0.001, MIN_EXPIRES_IN), (10**400, 10**400), *bad]:
+        assert read({**written, "kvtier": {**written["kvtier"], "expires_in": seconds}}).handoff.expires_in == kept
     assert read(written).handoff.early_read == EarlyReadInfo("e/1", 33, b"\x01\x02", [[1, 2]])
     for broken in ([[1, "2"]], [[-1]], 7, None, [[True]]):
         assert read({**written, "remote_block_ids": broken}).handoff.early_read is None

@@ -27,7 +27,7 @@ from vllm_kvtier.jobs.transfer_jobs import remember_peer
 from vllm_kvtier.logs import get_logger
 from vllm_kvtier.scheduler.leases.exports import Refusal
 from vllm_kvtier.scheduler.leases.pending_leases import FollowedLease, LeasedBlocks, PendingLease, Rehash
-from vllm_kvtier.scheduler.matching.transfer_params import Address
+from vllm_kvtier.scheduler.matching.transfer_params import Address, PrefillHandoff
 from vllm_kvtier.scheduler.sources.base import LookupHit, LookupMiss
 from vllm_kvtier.shapes.read_paths import Reach, ReadPath
 from vllm_kvtier.wire import messages as m
@@ -85,8 +85,9 @@ class LeaseClient(LeaseConnections[_Connection]):
         self._heartbeat_seconds = min(config.lease_seconds, config.transfer_timeout) / 3
         self._unmappable: dict[str, None] = {}  # instances
         self._unreadable: dict[str, float] = {}  # instance -> time from which another request may try
-        self._kept: Mapping[str, tuple[Address, str]] = {}  # see ``keep_exports``
+        self._kept: Mapping[str, PrefillHandoff] = {}  # see ``keep_exports``
         self._keeping: Timer | None = None
+        self._keep_at = math.inf  # when it fires
         self.steps: Callable[[], int] = itertools.count().__next__  # number of those that vLLM has scheduled
         self._kept_step = -1  # when exports were last kept
         self._lookup_ids = itertools.count(1)
@@ -167,11 +168,11 @@ class LeaseClient(LeaseConnections[_Connection]):
 
         self._reactor.call_soon(send)
 
-    def keep_exports(self, exports: Mapping[str, tuple[Address, str]]) -> None:
+    def keep_exports(self, exports: Mapping[str, PrefillHandoff], expires_in: float) -> None:
         """By request: prefills that engines are to keep, because their requests are queued here, perhaps for longer
-        than ``handoff_seconds``. The caller goes on changing them, and calls this after it added one."""
+        than they live. The caller goes on changing them, and calls this after it added one, with its ``expires_in``."""
         self._kept = exports
-        if self._keeping is None:
+        if time.monotonic() + min(expires_in, self._config.handoff_seconds) / 3 < self._keep_at:
             self._reactor.call_soon(self._keep_later)
 
     def known(self, address: Address, instance: str) -> list[m.RankInfo] | None:
@@ -508,15 +509,20 @@ class LeaseClient(LeaseConnections[_Connection]):
         return needed
 
     def _keep_later(self) -> None:
-        if self._keeping is None:
-            self._keeping = self._reactor.call_later(self._config.handoff_seconds / 3, self._keep)
+        """In a third of the shortest time that one of them lives for. If that is not known, it is taken for ours."""
+        pause = min([self._config.handoff_seconds, *(each.expires_in for each in list(self._kept.values()))]) / 3
+        at = time.monotonic() + pause
+        if at < self._keep_at:
+            if self._keeping is not None:
+                self._keeping.cancel()
+            self._keep_at, self._keeping = at, self._reactor.call_later(pause, self._keep)
 
     def _keep(self) -> None:
-        self._keeping = None  # first: an export that is added from now on finds no timer
+        self._keep_at, self._keeping = math.inf, None  # first: an export that is added from now on finds no timer
         exports: defaultdict[Address, list[str]] = defaultdict(list)
         before, self._kept_step = self._kept_step, self.steps()
-        for address, export in list(self._kept.values()) if self._kept_step != before else ():  # else vLLM hangs
-            exports[address].append(export)
+        for each in list(self._kept.values()) if self._kept_step != before else ():  # else vLLM hangs
+            exports[each.address].append(each.export)
         for address, names in exports.items():
             connection = self._connections.get(address)
             if connection is None and self._pause_reason(address) is None:

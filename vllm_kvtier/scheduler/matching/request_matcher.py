@@ -16,7 +16,7 @@ from vllm_kvtier.scheduler.integrity.sync_load import SyncJob
 from vllm_kvtier.scheduler.matching.request_lifecycle import Event, RequestLifecycle, State
 from vllm_kvtier.scheduler.matching.request_state import LoadUnderWay, RequestState
 from vllm_kvtier.scheduler.matching.source_selector import SourceSelector
-from vllm_kvtier.scheduler.matching.transfer_params import Address, promised, read
+from vllm_kvtier.scheduler.matching.transfer_params import PrefillHandoff, promised, read
 from vllm_kvtier.scheduler.planner.load_or_recompute import LoadOrRecompute
 from vllm_kvtier.scheduler.sources import job_builder
 from vllm_kvtier.scheduler.sources.base import BlockIds, Job, KVSource
@@ -50,7 +50,7 @@ class RequestMatcher:
         self._known_peers: set[str] = set()
         self._new_peers: dict[str, list[RankInfo]] = {}
         self._lease_client = context.lease_client
-        self._queued_exports: dict[str, tuple[Address, str]] = {}  # of hand-offs, by request
+        self._queued_handoffs: dict[str, PrefillHandoff] = {}  # by request
         self.prefetching = False  # whether a source may have looked up queued requests
         self.loaded: dict[str, RequestState] = {}  # see ``waiting_tokens``
 
@@ -83,14 +83,14 @@ class RequestMatcher:
             self._source_selector.release_export(state)
         self._source_selector.release_held(state)
         self._source_selector.cancel_prefetch(state)
-        self._queued_exports.pop(state.request.request_id, None)
+        self._queued_handoffs.pop(state.request.request_id, None)
 
     def keep_export(self, request: Any) -> None:
         """A queued request may have a hand-off: its prefill engine keeps it until the request is scheduled or ends."""
-        export = promised(request.kv_transfer_params)
-        if export is not None:
-            self._queued_exports[request.request_id] = export
-            self._lease_client.keep_exports(self._queued_exports)
+        handoff = promised(request.kv_transfer_params)
+        if handoff is not None:
+            self._queued_handoffs[request.request_id] = handoff
+            self._lease_client.keep_exports(self._queued_handoffs, handoff.expires_in)
 
     def prefetch_promotion(self, request: Any) -> None:
         """Have sources promote what a queued request will look up."""
@@ -249,7 +249,7 @@ class RequestMatcher:
         """vLLM gave the request blocks; ``external`` tokens of them are ours to fill (0: none)."""
         state = self.track(request)
         self._source_selector.cancel_prefetch(state)
-        self._queued_exports.pop(request.request_id, None)
+        self._queued_handoffs.pop(request.request_id, None)
         if state.life.state in (State.NEW, State.LOOKUP):
             self._source_selector.release_held(state)
         if state.life.state is State.LOOKUP:  # vLLM went on without an answer (a request that reads no prefix cache)
@@ -329,7 +329,7 @@ class RequestMatcher:
         The fields decide, not the state. A load goes on until the workers report its end. ``gone``: the request has
         ended; ``ended``: its load has.
         """
-        self._queued_exports.pop(request_id, None)
+        self._queued_handoffs.pop(request_id, None)
         if gone:
             self._planner.remove_request(request_id)
         state = self._tracked.get(request_id)

@@ -5,6 +5,7 @@ vLLM's NixlConnector names are at the top level and are what we trust for addres
 raises, what is malformed is as good as absent.
 """
 
+import math
 import re
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,7 @@ _HOST = re.compile(r"[A-Za-z0-9._:%\[\]-]{1,255}")
 _PORT = re.compile(r"[0-9]{1,5}")
 VERSION = 1
 MAX_PEERS = 8
+MIN_EXPIRES_IN = 1.0  # seconds; messages that keep all exports are sent three times in the shortest such time
 
 
 @dataclass(frozen=True)
@@ -33,12 +35,14 @@ class EarlyReadInfo:
 
 @dataclass(frozen=True)
 class PrefillHandoff:
-    """A prefill promised to us. ``follow``: it may still run, or wait to run."""
+    """A prefill promised to us. ``follow``: it may still run, or wait to run. ``expires_in``: seconds that its engine
+    keeps it for; infinite if the params do not say."""
 
     address: Address
     export: str
     early_read: EarlyReadInfo | None = field(default=None, compare=False)
     follow: bool = False
+    expires_in: float = field(default=math.inf, compare=False)
 
 
 @dataclass(frozen=True)
@@ -64,10 +68,9 @@ def _is_text(value: str) -> bool:
     return not any("\ud800" <= c <= "\udfff" for c in value)
 
 
-def promised(params: Any) -> tuple[Address, str] | None:
-    """The engine that keeps a prefill for a request with these params, and the export's name there."""
-    handoff = read(params).handoff
-    return None if handoff is None else (handoff.address, handoff.export)
+def promised(params: Any) -> PrefillHandoff | None:
+    """The prefill that another engine keeps for a request with these params."""
+    return read(params).handoff
 
 
 def read(params: Any) -> Hints:
@@ -82,7 +85,8 @@ def read(params: Any) -> Hints:
         export = _export_name(ours.get("export") or params.get("remote_request_id"))
         if remote and export:
             early, follow = _early_read_info(params, ours), ours.get("follow") is True
-            return Hints(handoff=PrefillHandoff(remote, export, early, follow), stores=stores, asked=True)
+            handoff = PrefillHandoff(remote, export, early, follow, _expires_in(ours.get("expires_in")))
+            return Hints(handoff=handoff, stores=stores, asked=True)
         return Hints(stores=stores, asked=True)
     peers = [remote] if remote else []
     listed = ours.get("sources")
@@ -97,6 +101,11 @@ def read(params: Any) -> Hints:
 
 def _export_name(value: Any) -> str:
     return value if isinstance(value, str) and len(value) <= 512 and _is_text(value) else ""
+
+
+def _expires_in(value: Any) -> float:
+    known = type(value) in (int, float) and value > 0
+    return max(MIN_EXPIRES_IN, value) if known else math.inf
 
 
 def _stores(listed: Any) -> tuple[str, ...]:
