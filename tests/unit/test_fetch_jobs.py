@@ -543,6 +543,18 @@ def test_fetch_source_killed_during_copy_ends_each_job(tmp_path, no_nixl):
         source.end()
 
 
+def test_rank_that_only_shares_its_memory_computes_checksums(tmp_path, no_nixl, monkeypatch):
+    """Its peers read its blocks, and no checksum of theirs was ever ready."""
+    monkeypatch.setattr(fetch_worker_module, "PeerFetches", lambda *_: 1 / 0)
+    half = Half(tmp_path, rank_of(MODEL, BLOCKS, 0))
+    try:
+        assert half.said(lm.Register).info.shared is not None
+        half.made.submit(StepWork(5, [ChecksumJob(0, np.array([3]), keys_of([3]), np.full(1, 4, np.int32))]))
+        assert half.said(lm.ChecksumsReady) == lm.ChecksumsReady(0, 5)
+    finally:
+        half.stop()
+
+
 def test_fetch_job_after_suspend_fails(tmp_path, no_nixl):
     half = Half(tmp_path, rank_of(MODEL, BLOCKS, 0))
     try:

@@ -257,10 +257,10 @@ class PeerExchange:
 
     def step(self, work: StepWork, before: torch.cuda.Event | None, event: torch.cuda.Event | None) -> None:
         """Begin the step's pulls behind ``before``, and its checksums behind ``event``, its forward's end."""
-        with self.lock:  # ``suspend`` takes ``pulls`` and ``fetching`` away
+        with self.lock:  # ``suspend`` takes ``pulls`` and ``memory`` away
             if self.pulls is not None:
                 self._start_pulls(work, before, connect=True)
-            if work.checksums and (self.pulls is not None or self.fetching is not None):
+            if work.checksums and self.memory is not None:
                 if work.urgent:
                     self._urgent_step = work.step
                 # Of a step before a reset none is computed: vLLM may have given its blocks to other requests.
