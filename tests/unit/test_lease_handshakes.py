@@ -3,12 +3,13 @@
 import socket
 import threading
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import msgspec
 import pytest
 import zmq
-from endpoint_support import BLOCK_HASHES, HASH_BLOCK_SIZE, NAMESPACE, Asker, Source, export, making, raw
+from endpoint_support import BLOCK_HASHES, HASH_BLOCK_SIZE, NAMESPACE, Asker, Source, export, making, ranks, raw
 from support import eventually
 
 from vllm_kvtier.jobs.transfer_jobs import MAX_PEERS_REMEMBERED
@@ -70,6 +71,25 @@ def test_lease_of_other_block_size_is_asked_in_its_hashes(make, caplog):
     refused = asker.answer(source.address)
     assert refused.code == "layout" and "the block size differs: 8 here, 4 there" in refused.reason
     assert "the block size differs" in caplog.text
+
+
+def test_lease_of_engine_that_restarts_with_our_block_size_is_asked_in_our_hashes(make):
+    source = make(Source, hash_block_size=HASH_BLOCK_SIZE)
+    asker = make(Asker, namespace=msgspec.structs.replace(NAMESPACE, hash_block_size=2 * HASH_BLOCK_SIZE))
+    source.table.add(replace(export(ready=5), digest=b"theirs"))
+    asker.near = ""  # an engine that restarts ends its connections on the node, and their requests with them
+    pending = asker.ask(
+        source.address, block_hashes=[], export="e", digest=b"ours", rehash=lambda size: {"digest": b"theirs"}
+    )
+    eventually(lambda: source.endpoint._parked)
+
+    def restart():
+        source.endpoint.close("it restarts")
+        source.table.add(replace(export(), digest=b"ours"))
+        source.endpoint.open(NAMESPACE, m.Welcome(m.PROTOCOL, "source/2", ranks(), 2 * HASH_BLOCK_SIZE))
+
+    source.on_reactor(restart)
+    assert isinstance(eventually(lambda: pending.outcome), LeasedBlocks)
 
 
 @pytest.mark.parametrize("size", [1, 1 << 30])

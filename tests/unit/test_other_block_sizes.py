@@ -20,6 +20,7 @@ from vllm_kvtier.scheduler.leases.lease_client import FollowedLease, LeaseClient
 from vllm_kvtier.scheduler.matching.request_matcher import RequestMatcher
 from vllm_kvtier.scheduler.matching.request_state import lora_fingerprint_of
 from vllm_kvtier.scheduler.sources import peer_lease
+from vllm_kvtier.scheduler.sources.base import LookupMiss
 from vllm_kvtier.scheduler.sources.followed_prefill import FollowedPrefillSource
 from vllm_kvtier.shapes.read_paths import ReadPath
 from vllm_kvtier.vllm_compat import requests as vr
@@ -225,8 +226,8 @@ def test_prompt_of_too_many_blocks_of_other_engine_is_not_hashed(monkeypatch):
         matcher.match(make_request("r", list(range(length)), 4, HANDOFF), 0)
         connection = SimpleNamespace(welcome=SimpleNamespace(hash_block_size=1), hash_block_size=4)
         pending = PendingLease(("a", 1), m.LeaseRequest(1, "", 0, []), 0.0, rehash=asked[0])
-        miss = LeaseClient._rehash(connection, pending)
-        assert (miss is not None) == refused
-        if miss is not None:
-            assert miss.code == "layout" and "more than 64 blocks of 1 tokens" in miss.reason
+        found = LeaseClient._rehash(connection, pending)
+        assert isinstance(found, LookupMiss) == refused
+        if refused:
+            assert found.code == "layout" and "more than 64 blocks of 1 tokens" in found.reason
     assert peer_lease.MAX_OTHER_HASHES <= 1 << 17

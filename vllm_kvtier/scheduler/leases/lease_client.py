@@ -358,11 +358,10 @@ class LeaseClient(LeaseConnections[_Connection]):
         if path is None:
             self._set_outcome(pending, LookupMiss("layout", reach.reason or "its memory cannot be mapped"))
             return
-        refused = self._rehash(connection, pending)
-        if refused is not None:
-            self._set_outcome(pending, refused)
+        request, size = self._rehash(connection, pending), welcome.hash_block_size or connection.hash_block_size
+        if isinstance(request, LookupMiss):
+            self._set_outcome(pending, request)
             return
-        request, size = pending.request, welcome.hash_block_size or connection.hash_block_size
         if not request.export and max(request.partial_up_to, len(request.block_hashes) * size) <= request.start:
             self._set_outcome(pending, LookupMiss(Refusal.NOTHING.value, "no whole block of the prompt lacks"))
             return
@@ -370,34 +369,33 @@ class LeaseClient(LeaseConnections[_Connection]):
             self._set_outcome(pending, LookupMiss("unreachable", "NIXL's last read from it failed or took too long"))
             return
         pending.path = path
-        connection.asked[pending.request.lookup_id] = pending
+        connection.asked[request.lookup_id] = pending
         request = msgspec.structs.replace(
-            pending.request,
+            request,
             instance=welcome.instance,
             mapped=path is ReadPath.MAPPED,
-            stretches=pending.request.stretches and path is not ReadPath.STAGED,
+            stretches=request.stretches and path is not ReadPath.STAGED,
         )
         self._send(connection, request)
         if request.follow:
             self._keep_alive(connection, self._heartbeat_seconds)
 
     @staticmethod
-    def _rehash(connection: _Connection, pending: PendingLease) -> LookupMiss | None:
-        """Make the request one for the block size of the connection's engine; the reason if that is impossible."""
+    def _rehash(connection: _Connection, pending: PendingLease) -> m.LeaseRequest | LookupMiss:
+        """The request for the block size of the connection's engine; the reason if that is impossible."""
         theirs, ours = connection.welcome.hash_block_size if connection.welcome else 0, connection.hash_block_size
         if theirs in (0, ours):
-            return None
+            return pending.request
         reason = f"the block size differs: {ours} here, {theirs} there"
         if pending.rehash is None or max(theirs, ours) > MAX_HASH_SIZE_RATIO * min(theirs, ours):
             return LookupMiss("layout", f"{reason}, and this prompt cannot be hashed in blocks of {theirs}")
         try:
-            pending.request = msgspec.structs.replace(pending.request, **pending.rehash(theirs))
+            return msgspec.structs.replace(pending.request, **pending.rehash(theirs))
         except KVTierError as error:
             return LookupMiss("layout", f"{reason}, and {error}")
         except Exception as error:
             logger.exception("kvtier: lease client: hashing a prompt in blocks of %d tokens failed", theirs)
             return LookupMiss("layout", f"{reason}, and hashing the prompt failed: {error}")
-        return None
 
     def _granted(self, connection: _Connection, granted: m.LeaseGranted) -> None:
         pending = connection.asked.get(granted.lookup_id)

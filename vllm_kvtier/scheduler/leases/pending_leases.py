@@ -40,7 +40,8 @@ class LeasedBlocks:
 
 @dataclass
 class PendingLease:
-    """``outcome`` turns from None to the answer once; ``cancelled`` makes a late grant go back at once."""
+    """``request``: in blocks of our size. ``outcome`` turns from None to the answer once; ``cancelled``
+    makes a late grant go back at once."""
 
     address: Address
     request: m.LeaseRequest
