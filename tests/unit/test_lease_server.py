@@ -19,6 +19,7 @@ from vllm_kvtier.scheduler.leases.lease_client import SAME_NODE, LeasedBlocks
 from vllm_kvtier.scheduler.leases.lease_server import LeaseServer, LeaseServerEvents
 from vllm_kvtier.scheduler.matching.transfer_params import PrefillHandoff
 from vllm_kvtier.scheduler.sources.base import LookupMiss
+from vllm_kvtier.wire import dealer
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.auth import ClusterKey
 from vllm_kvtier.wire.reactor import Reactor
@@ -168,6 +169,28 @@ def test_export_of_request_that_is_queued_for_ever_ends():
                 ends[name] = now[0]
         now[0] += 10.0
     assert ends == {"e": 290.0, "k": 20.0}
+
+
+def test_lease_whose_grant_is_lost_is_released(make, monkeypatch):
+    """ZMQ drops messages for a peer that does not read, or is gone. These leases were renewed by its heartbeats."""
+    monkeypatch.setattr(dealer, "MAX_UNSENT", 2)
+    source, asked = make(Source, lease_seconds=60), 100
+    source.table.add(export(tokens=10**6))  # a grant of some 700 kB
+    request = m.LeaseRequest(1, "source/1", 0, [], export="e", digest=b"digest")
+    with zmq.Context() as context, context.socket(zmq.DEALER) as client:
+        client.setsockopt(zmq.LINGER, 0)
+        client.setsockopt(zmq.RCVHWM, 2)
+        client.connect(f"tcp://{source.address[0]}:{source.address[1]}")
+        client.send(m.encode(m.Hello(m.PROTOCOL, "raw/1", NAMESPACE)))
+        assert isinstance(m.decode_engine(client.recv()), m.Welcome)
+        for message in [request] * asked + [m.Query(1, [])]:
+            client.send(m.encode(message))
+        eventually(lambda: source.queries)  # it has answered all that came before
+        held = source.leases()
+        assert 0 < held < asked
+        assert {m.decode_engine(client.recv()).lease for _ in range(held)} == set(source.table._leases)
+    source.on_reactor(lambda: source.endpoint._lease(b"gone", request, 0.0))
+    assert source.leases() == held
 
 
 def test_lease_server_query_is_answered_from_another_thread(make):

@@ -301,6 +301,16 @@ def test_remote_store_leases_end_with_the_connection(made, monkeypatch):
     eventually(lambda: [left.client for left in store.of(m.Left)] == [1])
 
 
+def test_remote_store_lease_whose_grant_is_lost_is_returned(made):
+    """ZMQ drops it if the store that asks is gone or does not read."""
+    store = made(Store)
+    gone = node_serving.Connection(b"gone", 0.0, 7, "asker")
+    store.serving._pending[1] = gone, 5
+    store.reactor.call_soon(lambda: store.serving.lease_reply(m.LeaseReply(1, 101, 6, [[4]], 0)))
+    eventually(lambda: m.Return(7, 101) in store.heard)
+    assert not gone.leases and not gone.metadata_generation, "the next grant brings the metadata"
+
+
 def test_remote_store_sending_malformed_message_is_disconnected(made):
     store = made(Store)
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:

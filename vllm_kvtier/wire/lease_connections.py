@@ -188,6 +188,7 @@ class LeaseListener(Generic[Server]):
         self._socket = socket = self._reactor.context.socket(zmq.ROUTER)
         limit_connections(socket, max_message)
         socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # or ZMQ would not tell of messages that it drops
         # A client whose connection broke comes back under its identity, also if the old one seems to be open.
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         socket.setsockopt(zmq.IPV6, endpoint.count(":") > 2)
@@ -223,8 +224,14 @@ class LeaseListener(Generic[Server]):
         if connection is not None:
             self._left(connection)
 
-    def _send(self, identity: bytes, message: msgspec.Struct) -> None:
+    def _send(self, identity: bytes, message: msgspec.Struct) -> bool:
+        """False: the message is lost. What it leased is to be released."""
+        return self._send_frame(identity, encode(message))
+
+    def _send_frame(self, identity: bytes, frame: bytes) -> bool:
         try:
-            self._socket.send_multipart([identity, encode(message)], zmq.NOBLOCK)
-        except zmq.ZMQError as error:  # the client is gone or does not read: its heartbeats will be missed
+            self._socket.send_multipart([identity, frame], zmq.NOBLOCK)
+        except zmq.ZMQError as error:  # the client is gone or does not read
             logger.debug("kvtier: lease server: an answer was not sent: %s", error)
+            return False
+        return True

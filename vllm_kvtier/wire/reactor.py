@@ -67,7 +67,7 @@ class Reactor:
         self._unsure: dict[zmq.Socket[bytes], None] = {}  # of these, sockets to be looked at before the next sleep
         self._monitors: dict[zmq.Socket[bytes], zmq.Socket[bytes]] = {}  # monitored socket -> its monitor
         self._fds: dict[int, Callable[[int], None]] = {}
-        self._soon: deque[Callable[[], None]] = deque()
+        self._soon: deque[Callable[[], object]] = deque()
         self._timers: list[tuple[float, int, Timer]] = []
         self._sweep_at = MIN_SWEEP
         self._order = itertools.count()
@@ -83,7 +83,7 @@ class Reactor:
     def start(self) -> None:
         self._thread.start()
 
-    def call_soon(self, callback: Callable[[], None]) -> None:
+    def call_soon(self, callback: Callable[[], object]) -> None:
         """Run ``callback`` on the reactor's thread; after ``stop`` it is silently not run."""
         self._soon.append(callback)
         if threading.current_thread() is self._thread:
@@ -271,7 +271,7 @@ class Reactor:
         if socket in self._unsure and not _is_readable(socket):
             del self._unsure[socket]
 
-    def _guard(self, callback: Callable[[], None]) -> None:
+    def _guard(self, callback: Callable[[], object]) -> None:
         """Call, and log an exception: an error in one handler must not stop the others."""
         try:
             callback()

@@ -367,14 +367,15 @@ class LeaseServer(LeaseListener[Connection]):
         blocks = [group.slice(lease.start, lease.tokens) for group in lease.export.groups]
         tail = lease.export.tail if lease.tokens == lease.export.tokens else b""
         granted = m.LeaseGranted(number, lease.id, lease.tokens, lease.start, blocks, seconds, tail, final)
-        self._send(identity, granted)
+        if not self._send(identity, granted):
+            self._exports.release(lease.id, identity, False)
 
     def _refuse(self, identity: bytes, lookup_id: int, code: str, reason: str) -> None:
         self._send(identity, m.LeaseRefused(lookup_id, code, reason[:500]))
 
-    def _send(self, identity: bytes, message: msgspec.Struct) -> None:
-        if self._local is None or not self._local.send(identity, m.encode(message)):
-            super()._send(identity, message)
+    def _send_frame(self, identity: bytes, frame: bytes) -> bool:
+        local = self._local is not None and self._local.send(identity, frame)
+        return local or super()._send_frame(identity, frame)
 
     def _remove_connection(self, identity: bytes) -> None:
         super()._remove_connection(identity)

@@ -105,13 +105,15 @@ class NodeLeaseServer(LeaseListener[Connection]):
             self._host.send(m.Return(connection.number, message.lease))
             self._send(connection.identity, w.LookupMiss(number))
             return
-        connection.leases.add(message.lease)
         metadata = self._agent.metadata if connection.metadata_generation != self._agent.generation else b""
-        connection.metadata_generation = self._agent.generation
         hit = w.LookupHit(
             number, message.lease, message.num_hash_blocks, message.slots, metadata, message.promotable
         )
-        self._send(connection.identity, hit)
+        if not self._send(connection.identity, hit):
+            self._host.send(m.Return(connection.number, message.lease))
+            return
+        connection.leases.add(message.lease)
+        connection.metadata_generation = self._agent.generation
         self._watch()
 
     def close(self) -> None:
