@@ -29,7 +29,7 @@ from vllm_kvtier.vllm_compat.connector_types import (
     transfer_results,
 )
 from vllm_kvtier.vllm_compat.engine_info import engine_info
-from vllm_kvtier.vllm_compat.hooks import local_hits
+from vllm_kvtier.vllm_compat.hooks import local_hits, mm_embeddings
 from vllm_kvtier.vllm_compat.hooks.block_pool import BlockPool
 from vllm_kvtier.vllm_compat.hooks.interpreter import SwitchInterval
 from vllm_kvtier.vllm_compat.hooks.step_pause import end_pause
@@ -98,6 +98,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._lost = False  # whether a step before it did not
         if role is KVConnectorRole.SCHEDULER:
             local_hits.require_all_groups(kv_cache_config)
+            mm_embeddings.warn(vllm_config)
             self._set_failure_policy(vllm_config.kv_transfer_config)
             if idle and self._info.prefix_caching:
                 logger.warning(

@@ -3,9 +3,10 @@
 from vllm_kvtier import dynamo
 from vllm_kvtier.errors import UnsupportedVLLM
 from vllm_kvtier.logs import get_logger
+from vllm_kvtier.vllm_compat.hooks import mm_embeddings
+from vllm_kvtier.vllm_compat.hooks.mm_embeddings import CONNECTOR as CONNECTOR_NAME
 from vllm_kvtier.vllm_compat.version import check_supported
 
-CONNECTOR_NAME = "KVTierConnector"
 CONNECTOR_MODULE = "vllm_kvtier.connector"
 
 # vLLM sets handlers only on the logger "vllm"; a child of it appears in the engine's log, in its format.
@@ -13,7 +14,7 @@ logger = get_logger(__name__)
 
 
 def register() -> None:
-    """Register the connector with vLLM's factory, and in a Dynamo worker with Dynamo.
+    """Register the connector with vLLM's factory, and in a Dynamo worker with Dynamo; hook into vLLM's configuration.
 
     vLLM calls this in each of its processes, maybe repeatedly.
 
@@ -34,4 +35,5 @@ def register() -> None:
         KVConnectorFactory.register_connector(CONNECTOR_NAME, CONNECTOR_MODULE, CONNECTOR_NAME)
     except ValueError as error:  # it is registered already
         logger.debug("kvtier: plugin: %s: %s", CONNECTOR_NAME, error)
+    mm_embeddings.install()
     dynamo.register(CONNECTOR_NAME)

@@ -12,6 +12,7 @@ import pytest
 from vllm_kvtier import plugin
 from vllm_kvtier.errors import UnsupportedVLLM
 from vllm_kvtier.vllm_compat import version
+from vllm_kvtier.vllm_compat.hooks import mm_embeddings
 
 FACTORY = "vllm.distributed.kv_transfer.kv_connector.factory"
 
@@ -21,6 +22,7 @@ class Factory:
 
     def __init__(self):
         self.registered = {}
+        self.hooked = []
 
     def register_connector(self, name, module_path, class_name):
         if name in self.registered:
@@ -34,6 +36,7 @@ def vllm(monkeypatch):
 
     def install(release: str | None, with_factory: bool = True) -> Factory:
         factory = Factory()
+        monkeypatch.setattr(mm_embeddings, "install", lambda: factory.hooked.append(release))
         monkeypatch.setattr(version, "installed_version", lambda: release)
         module = types.ModuleType(FACTORY)
         if with_factory:
@@ -64,6 +67,7 @@ def test_plugin_registers_connector_once(vllm, warnings, release):
     plugin.register()
     plugin.register()
     assert factory.registered == {"KVTierConnector": ("vllm_kvtier.connector", "KVTierConnector")}
+    assert factory.hooked == [release, release]
     assert warnings() == []
 
 
@@ -71,7 +75,7 @@ def test_plugin_registers_connector_once(vllm, warnings, release):
 def test_plugin_with_unsupported_vllm_warns_once(vllm, warnings, release):
     factory = vllm(release)
     plugin.register()
-    assert factory.registered == {}
+    assert factory.registered == {} and factory.hooked == []
     assert len(warnings()) == 1
     assert "0.25.1 to 0.33" in warnings()[0] and "\n" not in warnings()[0]
     assert (release or "no vLLM is installed") in warnings()[0]

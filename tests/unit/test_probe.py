@@ -30,6 +30,7 @@ BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 POOL = "vllm.v1.core.block_pool:BlockPool"
 REQUEST = "vllm.v1.request:Request"
 CORE = "vllm.v1.engine.core:EngineCoreProc"
+CONFIG = "vllm.config:VllmConfig"
 SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 
 
@@ -257,6 +258,7 @@ BEHAVIOUR = [
     ("KV events", events_of_another_form),
     ("hashes of a plain prompt", other_hashes),
     ("adapters in block hashes", names_of_requests),
+    ("inputs of embeddings", lambda vllm: vllm.put(f"{CONFIG}._resolve_mm_embedding_inputs", lambda self: None)),
     ("virtual blocks", lambda vllm: vllm.put(f"{HASHES}:resolve_kv_cache_block_sizes", lambda *of: (24, 24))),
     ("Triton's compiled kernels", lambda vllm: vllm.remove("triton.compiler:CompiledKernel._init_handles")),
 ]

@@ -34,6 +34,7 @@ NESTED = {
     (VLLM, "cache_config"): f"{CONFIG}:CacheConfig",
     (VLLM, "scheduler_config"): f"{CONFIG}:SchedulerConfig",
     (VLLM, "kv_transfer_config"): f"{CONFIG}:KVTransferConfig",
+    (VLLM, "ec_transfer_config"): f"{CONFIG}:ECTransferConfig",
     (VLLM, "kv_events_config"): f"{CONFIG}:KVEventsConfig",
     (VLLM, "load_config"): f"{CONFIG}:LoadConfig",
     (VLLM, "device_config"): f"{CONFIG}:DeviceConfig",
@@ -64,6 +65,7 @@ ROOTS = {
     "vllm_compat/layout/cpu_page_layout.py": {},
     "vllm_compat/hooks/block_pool.py": {"pool": POOL, "self._pool": POOL, "block": BLOCK, "found": BLOCK},
     "vllm_compat/hooks/local_hits.py": {"manager": MANAGER, "request": NONE},
+    "vllm_compat/hooks/mm_embeddings.py": {"config": VLLM, "vllm_config": VLLM},
     "vllm_compat/hooks/idle_hook.py": {"engine": ENGINE, "connector": NONE, "scheduler": NONE},
     "vllm_compat/kv_events.py": {
         "vllm_config": VLLM, "kv_cache_config": f"{CACHE}:KVCacheConfig", "scheduler": SCHEDULER,

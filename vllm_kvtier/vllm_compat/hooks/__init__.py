@@ -1,4 +1,5 @@
-"""Hooks into vLLM's scheduler: its idle loop, its block pool, a lock, and rollback of a request.
+"""Hooks into vLLM's scheduler (its idle loop, its block pool, a lock, rollback of a request) and its configuration.
 
-On vLLM's scheduler thread. The only package that patches vLLM.
+On vLLM's scheduler thread; ``mm_embeddings`` on the thread that makes the configuration. The only package that patches
+vLLM.
 """

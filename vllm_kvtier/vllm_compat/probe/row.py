@@ -31,6 +31,7 @@ class Feature(enum.Enum):
     CPU_CACHE = "KV caches of CPUs"
     CPU_CODECS = "codecs on CPUs"
     CONTEXT_PARALLEL = "context parallelism"
+    MM_EMBEDDINGS = "refusal of media without their embeddings"
     LAUNCHER = "launches of compiled kernels without Triton's launcher"
 
 

@@ -398,6 +398,18 @@ ROWS: tuple[Row, ...] = (
         calls=((f"{_RANKS}:get_dcp_group", 0, ()),),
     ),
     Row(
+        "inputs of embeddings", Feature.MM_EMBEDDINGS,
+        "the configuration decides by the connector whether tensors may be omitted", since=(0, 28, 0),
+        trial=trials.mm_embeddings, tried=("vllm.config:VllmConfig",),
+        fields={
+            "vllm.config:VllmConfig": "ec_transfer_config", "vllm.config:ECTransferConfig": "is_ec_consumer",
+            "vllm.config:KVTransferConfig": "kv_connector",
+        },
+        optional={
+            "vllm.config.multimodal:MultiModalConfig.allow_missing_mm_embeddings": Absence(False, since=(0, 28, 0)),
+        },
+    ),
+    Row(
         "Triton's compiled kernels", Feature.LAUNCHER, "function, shared memory and arguments of a compiled kernel",
         Side.WORKER, late=True, trial=trials.triton_kernels, tries="code", tried=("triton.compiler:CompiledKernel",),
     ),

@@ -244,6 +244,19 @@ def step_pause() -> None:
     expect(seconds in numbers, f"the pause after an empty step is not {seconds} s")
 
 
+def mm_embeddings() -> None:
+    config = find("vllm.config:VllmConfig")
+    [name] = [name for name in find("vllm_kvtier.vllm_compat.hooks.mm_embeddings:METHODS") if hasattr(config, name)]
+    consumer = SimpleNamespace(kv_connector="NixlConnector", kv_connector_extra_config={}, is_kv_consumer=True)
+    for transfer in (consumer, None):
+        media = SimpleNamespace(allow_missing_mm_embeddings=True, enable_mm_embeds=False, language_model_only=False)
+        model = SimpleNamespace(multimodal_config=media)
+        part = SimpleNamespace(model_config=model, ec_transfer_config=None, kv_transfer_config=transfer)
+        getattr(config, name)(part)
+        expect(media.allow_missing_mm_embeddings is (transfer is not None), "tensors may be omitted by another rule")
+        expect(transfer is not None or not media.enable_mm_embeds, "embeddings are taken without a connector")
+
+
 def stale_output() -> None:
     made = _request()
     expect(made.num_stale_output_tokens == 0 and made.drop_stale_output is False, "a new request has stale output")
