@@ -231,7 +231,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     @contained(_SCHEDULER, bool)
     def has_pending_push_work(self) -> bool:
         """Whether vLLM is to step on, and not to end, without requests."""
-        return self._scheduler.waits_for_readers()
+        return self._scheduler.waits_for_loads() or self._scheduler.waits_for_readers()
 
     @contained(_SCHEDULER)
     def reset_cache(self) -> bool | None:

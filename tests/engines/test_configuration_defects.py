@@ -201,6 +201,40 @@ async def test_reset_during_handoff_read_succeeds_and_recomputes(trio, driver_of
     await driver.assert_right(reply, prompt)
 
 
+@pytest.mark.parametrize("hangs", [False, True], ids=["ends", "hangs"])
+async def test_pause_that_keeps_requests_lasts_until_reads_have_ended(trio, driver_of_trio, hangs):
+    """A read holds blocks, and vLLM's cache cannot be reset before it ends. One that hangs has its time limit."""
+    driver, rng = driver_of_trio, random.Random(f"pause, a read {hangs}")
+    prompt, faults = random_tokens(rng, 400), trio.faults["FD"]
+    held = faults.happened("hold_before")
+    faults.set(hold_before=True)
+    asked = asyncio.create_task(driver.hand_off(trio.prefill, trio.decode, prompt))
+
+    async def reading() -> bool:
+        return faults.happened("hold_before") > held
+
+    await driver.until(reading, 20, "D reads")
+    async with httpx.AsyncClient(base_url=trio.decode.base_url, timeout=60) as http:
+
+        async def paused() -> bool:
+            return (await http.get("/is_paused")).raise_for_status().json()["is_paused"]
+
+        pause = asyncio.create_task(http.post("/pause", params={"mode": "keep", "clear_cache": True}))
+        await driver.until(paused, 20, "D is to pause")
+        if not hangs:
+            faults.set()
+        try:
+            (await pause).raise_for_status()
+            left = await driver.inspect(trio.decode)
+            assert left.free_blocks == left.blocks - 1
+        finally:
+            faults.set()
+            (await http.post("/resume")).raise_for_status()
+    _, reply = await asked
+    await driver.assert_right(reply, prompt)
+    await driver.until_no_exports(trio.prefill)
+
+
 @pytest.fixture
 async def driver_of_trio(trio, plain):
     async with driving(plain) as driver:

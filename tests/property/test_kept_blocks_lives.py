@@ -119,6 +119,7 @@ class Life(Offload):
         self.states, self.flying, self.live, self.made = {}, [], {}, 0
         self.leased, self.checked, self.ended_well = [], 0, 0
         half = self.half = KVTierConnectorScheduler.__new__(KVTierConnectorScheduler)
+        half._engine = SimpleNamespace(paused_scheduler=None)
         config = KVTierConfig(bidirectional=True, store_inflight_share=share, store_write=write)
         index = ChecksumIndex([size for size, _ in groups])
         facts = {"step_tokens": 8, "followed": lambda ids: ids, "group_ids": None, "tensor_parallel": 1}

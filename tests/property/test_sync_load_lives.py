@@ -181,6 +181,7 @@ class Life:
         )
         world.planner.observe_load = world.planner.observe_handover = lambda *_: None
         self.half = half = KVTierConnectorScheduler.__new__(KVTierConnectorScheduler)
+        half._engine = SimpleNamespace(paused_scheduler=None)
         half._info = SimpleNamespace(unsupported=None, groups=ONE, followed=lambda ids: ids)
         half._contain, half._passive = contain, False
         half._matcher, half._sync_load, half._pool = world.matcher, world.sync_load, pool

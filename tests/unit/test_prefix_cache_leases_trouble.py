@@ -151,6 +151,7 @@ def test_prefix_cache_reset_succeeds_with_leased_blocks():
         put(world, 5 + i, block_hash)
     assert isinstance(ask(world, block_hashes), Lease)
     half = KVTierConnectorScheduler.__new__(KVTierConnectorScheduler)
+    half._engine = SimpleNamespace(paused_scheduler=None)
     half._exports, half._checksum_index, half._config = world.table, world.checksum_index, KVTierConfig()
     half._offloader = half._events = None
     half._contain, half._matcher = Uncontained(), SimpleNamespace(clear_checksums=lambda: None)

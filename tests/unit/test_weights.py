@@ -134,7 +134,9 @@ class Running:
         half._checksum_index = half._tables = SimpleNamespace(clear=lambda: None)
         half._reactor, half._link = SimpleNamespace(call_soon=lambda job: job()), SimpleNamespace(send=self.sent.append)
         half._sync_load = SimpleNamespace(unpin=lambda: None, pin_again=lambda: None, verification_pending=False)
-        half._engine = SimpleNamespace(scheduler_lock=SimpleNamespace(held=lambda method: method))
+        half._engine = SimpleNamespace(
+            paused_scheduler=None, scheduler_lock=SimpleNamespace(held=lambda method: method)
+        )  # fmt: skip
         self.namespaces = NamespaceIds()
         self.namespaces.base = b"base"
         half._store = SimpleNamespace(renew=self.namespaces.renew)

@@ -23,6 +23,7 @@ from vllm_kvtier.scheduler.sources.base import Job
 from vllm_kvtier.scheduler.wiring import SchedulerParts
 from vllm_kvtier.vllm_compat import kv_events as vllm_events
 from vllm_kvtier.vllm_compat import weights
+from vllm_kvtier.vllm_compat.hooks import rollback
 from vllm_kvtier.vllm_compat.hooks.interpreter import SwitchInterval
 from vllm_kvtier.wire import link as lm
 from vllm_kvtier.wire import messages as m
@@ -320,9 +321,17 @@ class KVTierConnectorScheduler(SchedulerParts):
         """Of an engine that drains: its hand-offs are read, or reach their time limit, before it ends."""
         return self._exports.has_handoffs() and self._engine.draining
 
+    def waits_for_loads(self) -> bool:
+        """Of an engine that pauses: its loads end before its steps do. They hold blocks, with which vLLM cannot reset
+        its prefix cache."""
+        return self._engine.paused_scheduler is not None and State.LOADING in self._matcher.states()
+
     def _before_reset(self) -> None:
         """vLLM resets its prefix cache, maybe for new weights: end all exports, leases and copies of its blocks."""
         attempt, insist = self._contain.attempt, self._contain.insist
+        if (scheduler := self._engine.paused_scheduler) is not None:
+            for state in self._matcher.loaded.values():
+                attempt("dropping a load", rollback.drop_load, scheduler, state.request)
         insist("ending exports", self._exports.clear)
         attempt("unpinning", self._sync_load.unpin, repair=self._sync_load.unpin)
         insist("clearing checksums", self._checksum_index.clear)  # nothing more is leased

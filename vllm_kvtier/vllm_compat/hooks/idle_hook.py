@@ -49,7 +49,7 @@ class EngineThread:
         self._wakeup: Any = None
         self._due = True  # among dummy batches ``on_idle`` is to run
         self._on_idle, self._connector, self._on_scheduler = on_idle, connector, on_scheduler
-        self._contain = containment
+        self._contain, self._sees_pauses = containment, granted(Feature.PAUSED)
         self.scheduler_lock = SchedulerLock(containment)
         self._install()
         step_pause.install()
@@ -122,6 +122,12 @@ class EngineThread:
         if engine is None or not granted(Feature.DRAINING):
             return False
         return not engine.is_running() and engine.vllm_config.shutdown_timeout > 0
+
+    @property
+    def paused_scheduler(self) -> Any | None:
+        """vLLM's scheduler while the engine is paused, or is to pause; None otherwise."""
+        scheduler = self._scheduler()
+        return scheduler if self._sees_pauses and scheduler is not None and rollback.is_paused(scheduler) else None
 
     @property
     def scheduler(self) -> Any | None:

@@ -78,6 +78,22 @@ def end_load(scheduler: Any, request: Any) -> None:
     scheduler.finished_recving_kv_req_ids.add(request.request_id)
 
 
+def is_paused(scheduler: Any) -> bool:
+    """Whether vLLM was asked to pause: it has ended its steps, or is about to."""
+    return bool(scheduler.pause_state.name != "UNPAUSED")
+
+
+def drop_load(scheduler: Any, request: Any) -> None:
+    """Take back the blocks of a load that has ended, if no step has had its request since: when vLLM resets its prefix
+    cache, it takes back those of running requests only. Between two steps."""
+    if request.request_id in scheduler.finished_recving_kv_req_ids:
+        scheduler.failed_recving_kv_req_ids.add(request.request_id)  # as of a load that brought nothing
+    elif request.status not in (RequestStatus.WAITING, RequestStatus.PREEMPTED) or not request.num_computed_tokens:
+        return
+    scheduler.kv_cache_manager.free(request)
+    request.num_computed_tokens = 0
+
+
 def preempt_and_recompute(scheduler: Any, request: Any, tokens: int = 0) -> None:
     """Roll back a running request while the scheduler reads a step's output; one that was preempted or ended has
     nothing to roll back. Remove its unverified blocks from the prefix cache before. ``tokens``: what is right; one that

@@ -287,6 +287,13 @@ ROWS: tuple[Row, ...] = (
         trial=trials.step_pause, tries="code",
     ),
     Row(
+        "paused engine", Feature.PAUSED, "whether it is, and whose loads have ended",
+        names=("vllm.v1.core.sched.interface:PauseState.UNPAUSED",),
+        fields={_SCHEDULER: "pause_state"},
+        sets={_SCHEDULER: "finished_recving_kv_req_ids failed_recving_kv_req_ids kv_cache_manager"},
+        calls=((f"{_MANAGER}.free", 2, ()),),
+    ),
+    Row(
         "scheduler's methods", Feature.PEER_FETCH, "blocks are handed out, freed and forgotten in these only",
         calls=(
             (f"{_SCHEDULER}.schedule", 1, ()), (f"{_SCHEDULER}.update_from_output", 3, ()),

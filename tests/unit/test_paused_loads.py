@@ -1,0 +1,103 @@
+"""vLLM's own scheduler pauses while a load is under way: it steps until that has ended, and then resets its cache."""
+
+from functools import partial
+
+import pytest
+from test_engine_thread import BLOCK, KVTIER, engine, kvtier  # noqa: F401
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request
+
+from vllm_kvtier.jobs.results import LoadResult
+from vllm_kvtier.scheduler.matching.request_lifecycle import Event
+from vllm_kvtier.vllm_compat.connector_types import WorkerReport
+
+PROMPT = 3 * BLOCK + 5
+
+
+def step(scheduler, **connector_output):
+    """Returns the tokens that are computed."""
+    scheduled = scheduler.schedule()
+    names = list(scheduled.num_scheduled_tokens)
+    scheduler.update_from_output(
+        scheduled,
+        ModelRunnerOutput(
+            req_ids=names, req_id_to_index={name: i for i, name in enumerate(names)},
+            sampled_token_ids=[[7]] * len(names), logprobs=None, prompt_logprobs_dict={}, pooler_output=[],
+            kv_connector_output=KVConnectorOutput(**connector_output),
+        ),
+    )  # fmt: skip
+    return scheduled.total_num_scheduled_tokens
+
+
+@pytest.fixture
+def loading(engine, monkeypatch):  # noqa: F811
+    """A core whose only request loads two blocks, in the pause state that it is called with."""
+    core = engine(KVTIER)
+    half = kvtier(core)._scheduler
+    params = SamplingParams(max_tokens=1, ignore_eos=True)
+    params.update_from_generation_config({}, 1)
+    request = Request("r", list(range(PROMPT)), params, None, block_hasher=get_request_block_hasher(BLOCK, sha256))
+    with monkeypatch.context() as once:
+        once.setattr(half, "match", lambda request, computed: (half._matcher.track(request), (2 * BLOCK, True))[1])
+        once.setattr(half, "allocated", partial(begin, half))
+        core.add_request(request)
+        assert step(core.scheduler) == 0
+    return core, request
+
+
+def begin(half, request, block_ids, external):
+    """A load of no source, whose end the test reports."""
+    state = half._matcher.get(request.request_id)
+    state.counted = True
+    state.life.fire(Event.LOOKUP)
+    state.life.fire(Event.HIT)
+    half.fail_load(request, block_ids, external)
+
+
+@pytest.mark.parametrize("pause", [PauseState.PAUSED_ALL, PauseState.PAUSED_NEW])
+@pytest.mark.parametrize("outcome", ["well", "failed", "failed later"])
+def test_paused_engine_steps_until_load_has_ended_and_is_reset(loading, outcome, pause):
+    core, request = loading
+    scheduler, pool = core.scheduler, core.scheduler.kv_cache_manager.block_pool
+    [blocks] = scheduler.kv_cache_manager.get_block_ids("r")
+    scheduler.set_pause_state(pause)
+    assert scheduler.has_requests()
+    step(scheduler)
+    assert scheduler.has_requests(), "it is under way still"
+    failed = {"well": [], "failed": blocks[:1], "failed later": blocks[1:2]}[outcome]
+    results = [LoadResult("r", set(failed), "hangs" if failed else "", 2, 0.1, 0.0)]
+    step(
+        scheduler, finished_recving={"r"}, invalid_block_ids=set(failed), kv_connector_worker_meta=WorkerReport(results)
+    )
+    while scheduler.has_requests():  # with PAUSED_NEW vLLM (0.31 on) computes what holds blocks
+        step(scheduler)
+    assert scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+    scheduler.set_pause_state(PauseState.UNPAUSED)
+    computed = 0
+    while scheduler.has_unfinished_requests():
+        computed += step(scheduler)
+    assert computed in (0, PROMPT)
+
+
+def test_request_that_waits_with_loaded_blocks_is_reset_in_a_pause(loading):
+    """Its load has ended, and there are no blocks for what it computes."""
+    core, request = loading
+    scheduler, pool = core.scheduler, core.scheduler.kv_cache_manager.block_pool
+    step(scheduler, finished_recving={"r"})
+    others = pool.get_new_blocks(pool.get_num_free_blocks())
+    assert step(scheduler) == 0 and request.num_computed_tokens == 2 * BLOCK
+    pool.free_blocks(others)
+    scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    assert not scheduler.has_requests() and scheduler.reset_prefix_cache(reset_running_requests=True)
+    scheduler.set_pause_state(PauseState.UNPAUSED)
+    assert step(scheduler) == PROMPT
+
+
+def test_engine_that_runs_is_not_kept_stepping_by_loads(loading):
+    core, _ = loading
+    assert not kvtier(core).has_pending_push_work()
