@@ -103,6 +103,13 @@ def test_engine_info_with_fault_tolerance_is_unsupported(configure):
     assert "fault-tolerance" in engine_info(config, cache(FULL)).unsupported
 
 
+def test_engine_info_with_a_group_in_host_memory_is_unsupported(configure):
+    """A value of later releases: its workers have no such blocks on the device."""
+    caches = cache(FULL)
+    caches.kv_cache_groups[0].host_resident = True
+    assert "HiSparse" in engine_info(configure(), caches).unsupported
+
+
 @pytest.mark.parametrize(("ranks", "works"), [(1, True), (2, False)])
 def test_engine_info_with_a_scheduler_for_each_rank_is_unsupported(configure, ranks, works):
     """They schedule alike only if nothing depends on when an answer arrives."""

@@ -321,7 +321,7 @@ def test_kv_layout_unsupported_raises_with_cause():
         ({"a": cache.flatten(2)}, config, flash, "names no KV heads"),
         ({"a": cache[:, :1]}, config, flash, "no K/V dimension"),
         ({"a": cache[..., :7]}, config, flash, "not a multiple of 4"),
-        ({"a": cache}, old_config(3, group("a", full(), host_resident=True)), flash, "in host memory"),
+        ({"a": cache}, old_config(3, group("a", full(), host_resident=True)), flash, "host_resident"),
         ({"a": cache}, old_config(3, group("", full())), flash, "no layer on this worker|no KV cache group"),
     ]
     for caches, kv_config, vllm_config, words in cases:

@@ -50,7 +50,9 @@ def layer_spec(group: Any, layer: str) -> Any:
 
 def cache_group(group: Any, ranks: int = 1) -> CacheGroup:
     """``ranks``: over which decode context parallelism divides a block. Raises UnsupportedLayout for a group that no
-    kind describes, or layers of several kinds."""
+    kind describes, or layers of several kinds, and for one in host memory."""
+    if value(group, "KVCacheGroupSpec.host_resident"):
+        raise UnsupportedLayout("vLLM keeps a KV cache group in host memory (HiSparse)")
     tokens = group.kv_cache_spec.block_size * ranks
     return CacheGroup(tokens, common_kind({cache_kind(spec) for spec in layer_specs(group)}))
 

@@ -25,7 +25,7 @@ from vllm_kvtier.vllm_compat.layout.cpu_page_layout import cpu_page_layout, pack
 from vllm_kvtier.vllm_compat.layout.groups import cache_kind, common_kind, followed, layer_spec
 from vllm_kvtier.vllm_compat.layout.kv_fields import ATTENTION, MLA, token_fields
 from vllm_kvtier.vllm_compat.layout.state_layout import check_words, is_state, state_region
-from vllm_kvtier.vllm_compat.probe.features import granted, refused, value
+from vllm_kvtier.vllm_compat.probe.features import granted, refused
 from vllm_kvtier.vllm_compat.probe.row import Feature
 from vllm_kvtier.wire.geometry import Field, GroupView, Region
 from vllm_kvtier.worker.cache_view import NUMBER_BYTES, CacheView, CpuPageKey
@@ -45,7 +45,7 @@ _FIELDS = frozenset(
         "storage_block_size topk_buffer_width extra_retained_tokens bounded_replay "
         "shapes dtypes mamba_type mamba_cache_mode num_speculative_blocks num_prefill_checkpoint_blocks "
         "prefill_checkpoint_alignment num_heads tp_replicated "
-        "layer_names kv_cache_spec is_eagle_group enable_kv_transfer host_resident role"
+        "layer_names kv_cache_spec is_eagle_group enable_kv_transfer role"
     ).split()
 )
 
@@ -94,7 +94,7 @@ def cache_view(
         kinds: set[CacheKind] = set()
         for name in group.layer_names:
             spec = layer_spec(group, name)
-            kinds.add(_kind(spec, group, name))
+            kinds.add(_kind(spec, name))
             _refuse_new_fields(spec, name)
             _refuse_new_fields(group, name)
             tensor = kv_caches.get(name)
@@ -128,13 +128,11 @@ def cache_view(
     return CacheView(groups, kv_cache_config.num_blocks, device, storages, cpu_page_layouts, token_layout)
 
 
-def _kind(spec: Any, group: Any, layer: str) -> CacheKind:
+def _kind(spec: Any, layer: str) -> CacheKind:
     try:
         kind = cache_kind(spec)
     except UnsupportedLayout as error:
         raise UnsupportedLayout(f"layer {layer} is not supported ({error}): requests run without pulls") from None
-    if value(group, "KVCacheGroupSpec.host_resident"):
-        raise UnsupportedLayout(f"layer {layer} is in a KV cache group that vLLM keeps in host memory")
     return kind
 
 
