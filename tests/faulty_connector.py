@@ -105,9 +105,8 @@ class FaultyLeaseClient(LeaseClient):
 
 
 class FaultyLeaseServer(LeaseServer):
-    def _send(self, identity, message) -> None:
-        if not _dropped(message):
-            super()._send(identity, message)
+    def _send(self, identity, message) -> bool:
+        return _dropped(message) or super()._send(identity, message)  # what is dropped on its way was sent
 
 
 def _dropped(message: msgspec.Struct) -> bool:
