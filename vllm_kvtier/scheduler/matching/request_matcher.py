@@ -166,7 +166,8 @@ class RequestMatcher:
                     if state.taken_hit.source.cost_key and self._waits_for_load(state, computed):
                         return None, False
                     now = time.monotonic()
-                    if not state.taken_hit.source.cost_key and self._load_or_recompute.is_too_old(state, now):
+                    old = not state.taken_hit.source.cost_key and self._load_or_recompute.is_too_old(state, now)
+                    if old and now - state.asked_at > self._config.transfer_timeout:  # not what came just now
                         self._source_selector.ask_again(state)  # the peer may have it still, and leases it anew
                         continue
                     alone = len(self._tracked) == 1
