@@ -180,6 +180,17 @@ def test_lease_request_starting_beyond_hashes_is_harmless():
         tracemalloc.stop()
 
 
+def test_prefix_cache_lease_makes_the_keys_of_all_blocks_at_once(monkeypatch):
+    """vLLM's scheduler waits meanwhile: with a key at a time, a lease of 131,072 tokens took twice as long."""
+    world, masks, mask = make_lender([(HASH_BLOCK_SIZE, None)]), [], ContentKeys._mask
+    block_hashes = [bytes(h) for h in make_request("r", list(range(80)), HASH_BLOCK_SIZE).block_hashes]
+    for i, block_hash in enumerate(block_hashes):
+        put(world, 5 + i, block_hash)
+    monkeypatch.setattr(ContentKeys, "_mask", lambda *about: masks.append(about) or mask(*about))
+    lease = ask(world, block_hashes, start=2 * HASH_BLOCK_SIZE)
+    assert isinstance(lease, Lease) and lease.export.pinned == list(range(7, 25)) and len(masks) == 1
+
+
 def test_lease_request_with_evicted_window_does_bounded_work(monkeypatch):
     """The prefix is here, the window's blocks are not (they are evicted first): found by a few looks a block."""
     num_hash_blocks, window = 8192, 128

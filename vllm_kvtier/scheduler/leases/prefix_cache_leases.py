@@ -100,11 +100,11 @@ class PrefixCacheLeases(BlockLeases):
         """Block ids of group ``g`` by place, 0 where there is none (and before ``start``), and the steps that make
         their checksums. ``whole``: it ends where the first is missing."""
         size = self._groups[g][0]
-        per, first, keys = size // self._hash_block_size, start // size, self._keys()
+        per, first = size // self._hash_block_size, start // size
         ids, steps = [0] * first, [-1] * first
-        for position in range(first, len(block_hashes) // per):
-            block_hash = block_hashes[(position + 1) * per - 1]
-            found = self._checksum_index.find(keys.key(block_hash, g, lora_fingerprint))
+        names = block_hashes[(first + 1) * per - 1 :: per]
+        for block_hash, key in zip(names, self._keys().of(names, g, lora_fingerprint), strict=True):
+            found = self._checksum_index.find(key)
             # The index has a part of the hash, and keeps evicted blocks until vLLM hands them out.
             if found is None or found[1] > checksums_ready or not self._pool.holds(found[0], block_hash, g):
                 if whole:
