@@ -115,6 +115,7 @@ def test_matching_asks_again_for_a_lease_that_may_end_before_it_is_read(params, 
     def wait(seconds):
         peers.asked[-1].deadline = time.monotonic() + 2 - seconds
         made.get("r").hit_at -= seconds
+        made.get("r").asked_at -= seconds
 
     assert made.match(request, 0) == (None, False)
     for times in range(1, 4):
@@ -136,6 +137,7 @@ def test_matching_reads_early_only_what_was_just_promised():
     request = make_request("r", list(range(18)), HASH_BLOCK_SIZE, _early_params(18))
     assert made.match(request, 0) == (18, True)
     made.get("r").hit_at -= 61
+    made.get("r").asked_at -= 61
     assert made.match(request, 0) == (None, False) and peers.cancelled == peers.asked[:1]
     peers.grant(18)
     assert made.match(request, 0) == (18, True) and made.get("r").hit.lease == 8
