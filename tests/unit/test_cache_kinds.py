@@ -82,7 +82,7 @@ def test_stored_window_suffices_for_chained_draft_modules(modules):
     sizes = {"block_size": 16, "num_kv_heads": 1, "head_size": 64, "dtype": torch.bfloat16}
     windows = kv_cache_interface.SlidingWindowSpec(**sizes, sliding_window=128, extra_retained_tokens=modules - 1)
     whole = kv_cache_interface.FullAttentionSpec(**sizes)
-    groups = [cache_group(SimpleNamespace(kv_cache_spec=spec)) for spec in (whole, windows)]
+    groups = [cache_group(kv_cache_interface.KVCacheGroupSpec([], spec)) for spec in (whole, windows)]
     geometry = BlockGeometry(groups, 16, draft_lookahead=modules)
     manager = SimpleNamespace(sliding_window=128, extra_retained_tokens=modules - 1)
     for hit in range(16, 800, 16):
