@@ -131,5 +131,5 @@ def test_cloud_tier_unavailable_until_server_returns(server, scheme, node_of):
     server.create(BUCKET)
     node.ready().on(lambda: node.tier.clear(None))
     assert node.find(block_hashes).num_hash_blocks == 0
-    assert node.write(blocks_of(block_hashes)) == [True] * BLOCKS
-    assert node.read(block_hashes) == ([True] * BLOCKS, [True] * BLOCKS)
+    eventually(lambda: all(node.write(blocks_of(block_hashes))), 20, "a write within its time, on a busy machine")
+    eventually(lambda: node.read(block_hashes) == ([True] * BLOCKS, [True] * BLOCKS), 20, "a read within its time")

@@ -39,14 +39,13 @@ def install() -> None:
     if resolve.__module__ == __name__:
         return
 
-    def resolve_without_connector(config: Any) -> None:
+    def resolve_without_connector(config: Any, *args: Any, **kwargs: Any) -> Any:
         transfer = config.kv_transfer_config
         if transfer is None or not configured(transfer.kv_connector, transfer.kv_connector_extra_config):
-            resolve(config)
-            return
+            return resolve(config, *args, **kwargs)
         config.kv_transfer_config = None
         try:
-            resolve(config)
+            return resolve(config, *args, **kwargs)
         finally:
             config.kv_transfer_config = transfer
 
