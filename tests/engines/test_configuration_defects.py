@@ -166,18 +166,25 @@ async def test_failed_load_within_multi_connector_is_recomputed(defects, driver)
     defects.store.clear()
 
 
+def held_hand_off(trio, driver, prompt: list[int]) -> tuple[asyncio.Task, Callable[[], bool]]:
+    """A hand-off whose read is held until ``trio.faults["FD"].set()``, and whether it is held already."""
+    faults = trio.faults["FD"]
+    before = faults.happened("hold_before")
+    faults.set(hold_before=True)
+    asked = asyncio.create_task(driver.hand_off(trio.prefill, trio.decode, prompt))
+    return asked, lambda: faults.happened("hold_before") > before
+
+
 @pytest.mark.parametrize("pauses", [False, True], ids=["reset", "pause"])
 async def test_reset_during_handoff_read_succeeds_and_recomputes(trio, driver_of_trio, pauses):
     """The prefill engine forgets what the decode engine is about to read, and fills its blocks anew; the decode engine
     finds that out by the checksums."""
     driver, rng = driver_of_trio, random.Random(f"reset {pauses}")
     prompt, faults = random_tokens(rng, 400), trio.faults["FD"]
-    held = faults.happened("hold_before")
-    faults.set(hold_before=True)
-    asked = asyncio.create_task(driver.hand_off(trio.prefill, trio.decode, prompt))
+    asked, held = held_hand_off(trio, driver, prompt)
 
     async def leased() -> bool:
-        return faults.happened("hold_before") > held and (await driver.inspect(trio.prefill)).leases == 1
+        return held() and (await driver.inspect(trio.prefill)).leases == 1
 
     await driver.until(leased, 20, "D holds a lease and reads nothing yet")
     if pauses:
@@ -206,12 +213,10 @@ async def test_pause_that_keeps_requests_lasts_until_reads_have_ended(trio, driv
     """A read holds blocks, and vLLM's cache cannot be reset before it ends. One that hangs has its time limit."""
     driver, rng = driver_of_trio, random.Random(f"pause, a read {hangs}")
     prompt, faults = random_tokens(rng, 400), trio.faults["FD"]
-    held = faults.happened("hold_before")
-    faults.set(hold_before=True)
-    asked = asyncio.create_task(driver.hand_off(trio.prefill, trio.decode, prompt))
+    asked, held = held_hand_off(trio, driver, prompt)
 
     async def reading() -> bool:
-        return faults.happened("hold_before") > held
+        return held()
 
     await driver.until(reading, 20, "D reads")
     async with httpx.AsyncClient(base_url=trio.decode.base_url, timeout=60) as http:

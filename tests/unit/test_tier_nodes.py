@@ -183,7 +183,7 @@ class Lender:
         self.index.connect(1, 16, [GROUP])
         slots = self.index.reserve(1, NAMESPACE_ID, b"", *items_of(BLOCK_HASHES[: 6 * HASH_BYTES]), 1 << 40)
         self.index.commit(1, slots)
-        self.lending = NodeLeaseTable(self.index, -1)
+        self.lease_table = NodeLeaseTable(self.index, -1)
 
     def lend(self, asker=7, id=1, groups=(GROUP,), block_hashes=BLOCK_HASHES, start=0) -> m.LeaseReply:
         answers = []
@@ -192,7 +192,7 @@ class Lender:
         return answers[0]
 
     def handle(self, message, answer=None):
-        self.lending.handle(message, answer)
+        self.lease_table.handle(message, answer)
 
     @property
     def leases(self) -> int:
@@ -207,7 +207,7 @@ def test_node_tier_lease_is_granted_and_released():
     assert lender.leases == 1
     lender.handle(m.Return(7, lent.lease))
     lender.handle(m.Return(7, lent.lease))
-    assert lender.leases == 0 and len(lender.lending) == 0
+    assert lender.leases == 0 and len(lender.lease_table) == 0
 
 
 def test_node_tier_lease_ends_with_client_process_or_deadline():
@@ -215,8 +215,8 @@ def test_node_tier_lease_ends_with_client_process_or_deadline():
     lender.lend(7), lender.lend(7), lender.lend(8)
     lender.handle(m.Left(7))
     assert lender.leases == 1
-    lender.lending.end()
-    assert lender.leases == 0 and len(lender.lending) == 0
+    lender.lease_table.end()
+    assert lender.leases == 0 and len(lender.lease_table) == 0
     lender.lend(7)
     lender.clock.now += 61
     lender.index.tick()
@@ -231,7 +231,7 @@ def test_node_tier_lease_of_mismatched_groups_or_hashes_is_refused():
     assert lender.lend(groups=[]).lease == 0
     for pages in range(1, 40):
         lender.lend(groups=[GroupShape(1, pages)])
-    assert len(lender.lending._clients[7]) <= 16
+    assert len(lender.lease_table._clients[7]) <= 16
 
 
 # -- the tier, without a tier process ------------------------------------------------------------------------------
@@ -280,7 +280,7 @@ class Tiered:
     def __init__(self, nodes="localhost:1"):
         self.lender, self.clock = Lender(), Clock()
         context = TierContext(0, POOL, None, self.clock, make_process=FakeMover)
-        self.tier = NodesTier(context, {"nodes": nodes, "shared": "ours"}, self.lender.lending)
+        self.tier = NodesTier(context, {"nodes": nodes, "shared": "ours"}, self.lender.lease_table)
         self.tier_process = self.tier._tier_process
         self.tier_process.up()
         self.found, self.read = [], []
