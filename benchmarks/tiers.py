@@ -213,9 +213,9 @@ class Peer:
             env={"VLLM_SERVER_DEV_MODE": "1", **env}, max_model_len=gpu_tokens, max_num_seqs=128, python=args.python,
             kv_cache_bytes=(gpu_tokens + 2048) * per_token + STATES * self.state, ready_seconds=args.ready,
         )
-        self.client = httpx.Client(
-            base_url=self.engine.base_url, timeout=300, limits=httpx.Limits(max_connections=256)
-        )
+        # vLLM closes a connection that was idle for 5 s, maybe while the next request is on its way.
+        limits = httpx.Limits(max_connections=256, keepalive_expiry=2.0)
+        self.client = httpx.Client(base_url=self.engine.base_url, timeout=300, limits=limits)
 
     @staticmethod
     def _transfer(connector: str, host: int, args: argparse.Namespace) -> tuple[dict | None, dict]:
