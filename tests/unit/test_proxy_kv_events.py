@@ -107,6 +107,31 @@ def test_index_ignores_groups_that_do_not_decide_prefixes():
     assert held(index, A) == [0] * 5
 
 
+def test_index_ignores_entries_of_prompts_that_end_within_a_block():
+    """vLLM stores such an end, of the size of a hash, in the same group, if the group's blocks are larger."""
+    half = BLOCK // 2
+    end = stored(C[:BLOCK])
+    end.token_ids, end.block_size, end.parent_block_hash = C[half:BLOCK], half, b"p" * 32
+    index = index_of(end)  # a prompt shorter than a block comes first
+    index.apply(decoded(stored(A), end))
+    assert held(index, A) == [5, 0, 0, 0, 0]
+    index.apply(decoded(stored(C), end))
+    assert held(index, A) == [5, 0, 0, 0, 0] and held(index, C) == [4, 0, 0, 0, 0] and not index.incomplete
+
+
+def test_index_of_blocks_of_two_sizes_is_not_taken_for_complete():
+    smaller = stored(C)
+    smaller.block_size, smaller.token_ids = BLOCK // 2, C[: len(C) // 2]
+    index = index_of(stored(A), smaller)
+    assert held(index, A) == [0] * 5 and len(index) == 4 and index.incomplete
+    index.apply(decoded(stored(A)))
+    assert held(index, A) == [5, 0, 0, 0, 0] and index.incomplete
+    index.clear()
+    index.invalidate()
+    index.apply(decoded(stored(A)))
+    assert index.incomplete, "the first event after what was not known does not tell what was before"
+
+
 def test_index_is_bounded_and_makes_room_for_lost_removals():
     index = index_of(stored(A), stored(C), capacity=6)
     assert len(index) == 6 and index.dropped == 3

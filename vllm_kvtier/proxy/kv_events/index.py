@@ -122,13 +122,7 @@ class BlockIndex:
         return found
 
     def _store(self, event: Stored) -> None:
-        if self._group is None or event.group < self._group or event.block_size != self._block_size:
-            # Of several groups that all prefixes need, the first stands for all.
-            if self._group is not None and event.group > self._group:
-                return
-            self.clear()
-            self._group, self._block_size = event.group, event.block_size
-        elif event.group != self._group:
+        if not self._is_followed(event):
             return
         if self._has_ghosts and len(self._blocks) + len(event.hashes) > self.capacity:
             # Blocks whose removal was lost must not fill the index for ever.
@@ -161,6 +155,24 @@ class BlockIndex:
             else:
                 self._not_in_memory.setdefault(block_hash, None)
             parent = block_hash
+
+    def _is_followed(self, event: Stored) -> bool:
+        """Whether the blocks are entered. Of several groups that all prefixes need, the first stands for all."""
+        if self._group is not None:
+            if event.group > self._group:
+                return False
+            if event.group == self._group:
+                if event.block_size == self._block_size:
+                    return True
+                if event.block_size < self._block_size:
+                    if len(event.hashes) == 1:
+                        return False  # vLLM's entry for the end of a prompt within a block
+                    self.incomplete = True  # blocks of one group have one size: what the engine has is not clear
+        # The first blocks of the engine, or what was entered were such ends of prompts.
+        incomplete = self.incomplete
+        self.clear()
+        self._group, self._block_size, self.incomplete = event.group, event.block_size, incomplete
+        return True
 
     def _make_room(self) -> bool:
         """Whether one more block may be entered."""
