@@ -84,7 +84,11 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             self._options = self._options.without_prefixes()
         # vLLM before 0.30 takes failed blocks from workers, but failed requests only from its own scheduler.
         self._marks_failures = TransferResults is None and self._info.reports_failed_requests
-        self._link = link_path(self._info.engine_id, self._info.instance_id)
+        self._link = ""  # path of the socket between both sides; "": there can be none, and this process has no side
+        try:
+            self._link = link_path(self._info.engine_id, self._info.instance_id)
+        except KVTierError as error:
+            logger.warning("kvtier: connector: disabled (%s): KV is neither pulled, stored nor loaded", error)
         self._scheduler: KVTierConnectorScheduler | None = None
         self._worker: KVTierConnectorWorker | None = None
         self._relay: LinkRelay | None = None
@@ -141,6 +145,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         if vars(gpu_block_pool).setdefault("_kvtier", self) is not self:
             # Each would pin its blocks under a lock of its own, and the workers of both would answer the second one.
             raise ConfigError("an engine, or a MultiConnector, takes one KVTierConnector, which has all tiers and P/D")
+        if not self._link:
+            return
         pool = BlockPool(gpu_block_pool, self._info.group_ids)
         self._scheduler = KVTierConnectorScheduler(self._info, self._options, self._link, pool, self, self.containment)
 
@@ -243,7 +249,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         config, cache_config = self._vllm_config, self._kv_cache_config
         link = self._find_link() if spans_nodes(config) else LinkPlace(self._link)
-        if link is None or self._info.unsupported:
+        if link is None or not link.endpoint or self._info.unsupported:
             return
         rank, device = rank_in_engine(), cache_device(kv_caches)
         shard = context_shard(config.parallel_config)
@@ -277,7 +283,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         try:
             if self._options.cluster_key_file:
                 key = ClusterKey.load(self._options.cluster_key_file)
-            if rank_in_engine() == 0 and not self._info.unsupported:
+            if rank_in_engine() == 0 and self._link and not self._info.unsupported:
                 offer = identity().node, self._link, self._open_relay(key)
         except KVTierError as error:
             logger.warning("kvtier: worker: not set up: %s", error)

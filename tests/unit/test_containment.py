@@ -504,7 +504,7 @@ def test_error_for_the_user_ends_the_start_whichever_method_vllm_calls(contain, 
     monkeypatch.setattr(connector_module, "BlockPool", lambda *_: None)
     monkeypatch.setattr(connector_module, "KVTierConnectorScheduler", cannot_start)
     made = KVTierConnector.__new__(KVTierConnector)
-    made.containment, made._scheduler, made._options, made._link = contain, None, None, ""
+    made.containment, made._scheduler, made._options, made._link = contain, None, None, "path"
     made._info = SimpleNamespace(brings_states=False, group_ids=None)
     with pytest.raises(ConfigError, match="in use"):
         getattr(made, binds)(SimpleNamespace(block_pool=SimpleNamespace()))

@@ -1,12 +1,13 @@
 """Which of vLLM's schedulers is ours: in engines with a loop, without one, and within a MultiConnector."""
 
+import os
 import queue
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 import torch
-from support import Uncontained
+from support import Uncontained, make_request
 from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.utils.hashing import sha256
@@ -19,7 +20,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm_kvtier import connector as ours
 from vllm_kvtier.errors import ConfigError
 from vllm_kvtier.jobs.results import LoadResult
-from vllm_kvtier.vllm_compat.connector_types import WorkerReport
+from vllm_kvtier.vllm_compat.connector_types import StepMetadata, WorkerReport
 from vllm_kvtier.vllm_compat.hooks.idle_hook import EngineThread
 
 BLOCK = 32
@@ -112,6 +113,21 @@ def test_second_connector_of_one_engine_is_refused(engine):
     assert second._link == first._link
     with pytest.raises(ConfigError, match="one KVTierConnector"):
         second.bind_gpu_block_pool(core.scheduler.kv_cache_manager.block_pool)
+
+
+def test_engine_without_directory_for_sockets_computes(engine, run_dir, monkeypatch, caplog):
+    """As after `su` without `-`, where another user also made the directory among the temporary files."""
+    (run_dir / f"kvtier-{os.getuid()}").write_text("")
+    monkeypatch.setattr("tempfile.tempdir", str(run_dir))
+    core = engine({**KVTIER, "kv_connector_extra_config": {}})
+    assert f"disabled ({run_dir}" in caplog.text
+    connector, scheduler = kvtier(core), core.scheduler
+    connector.register_kv_caches({})
+    request = make_request("r", list(range(2 * BLOCK)), BLOCK)
+    scheduler.add_request(request)
+    output = scheduler.schedule()
+    assert output.num_scheduled_tokens == {"r": 2 * BLOCK} and isinstance(output.kv_connector_metadata, StepMetadata)
+    assert connector.request_finished_all_groups(request, ([1],)) == (False, None) and not connector.containment.errors
 
 
 def test_engine_thread_with_loop_finds_scheduler_when_idle(engine):

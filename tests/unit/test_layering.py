@@ -18,6 +18,7 @@ ALLOWED = {
     "ewma": set(),
     "logs": set(),
     "renamed": set(),
+    "runtime_dir": set(),
     "file_digests": set(),
     "fingerprint": set(),
     "containment": {"telemetry"},
@@ -48,7 +49,7 @@ ALLOWED = {
     "cli": {"wire", "store", "bench", "doctor", "plan", "proxy", "quality"},
     "devtools": {"store", "plugin", "doctor"},
 }
-FREE = {"", "cache_kinds", "errors", "ewma", "logs", "renamed", "fingerprint", "file_digests"}
+FREE = {"", "cache_kinds", "errors", "ewma", "logs", "renamed", "runtime_dir", "fingerprint", "file_digests"}
 
 # (importer, imported): packages or modules, without what is below ``vllm_kvtier``, that must not meet.
 FORBIDDEN = [

@@ -431,20 +431,6 @@ def test_link_message_names_the_stores_of_many_nodes():
     assert m.decode_link(m.encode(order)) == order
 
 
-def test_link_path_in_shared_directory_raises(runtime):
-    runtime.mkdir(mode=0o755)
-    runtime.chmod(0o755)
-    with pytest.raises(KVTierError, match="0700"):
-        link_path("e", "i")
-
-
-def test_link_path_without_runtime_directory_uses_temp(run_dir, monkeypatch):
-    """Containers often name an XDG_RUNTIME_DIR that does not exist."""
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(run_dir / "nowhere"))
-    monkeypatch.setattr("tempfile.tempdir", str(run_dir))
-    assert link_path("e", "i").startswith(str(run_dir))
-
-
 def test_link_path_too_long_raises_with_cause(tmp_path, monkeypatch):
     deep = tmp_path / ("x" * 100)
     deep.mkdir()

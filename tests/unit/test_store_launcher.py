@@ -117,6 +117,8 @@ def test_store_launch_failure_shows_store_log(path):
         start_store(path, StoreOptions(policy="best"))
     with pytest.raises(KVTierError, match="No such file"):
         start_store(path, StoreOptions(log_file="/no/such/folder/log"))
+    with pytest.raises(KVTierError, match="/no/such/folder/s.sock.start"):
+        start_store("/no/such/folder/s.sock", SMALL)
     start_store(path, SMALL)
 
 

@@ -14,10 +14,10 @@ from pathlib import Path
 import vllm_kvtier
 from vllm_kvtier.errors import ConfigError, KVTierError
 from vllm_kvtier.logs import get_logger
+from vllm_kvtier.runtime_dir import MAX_SOCKET_PATH, runtime_dir
 from vllm_kvtier.store import protocol as m
 from vllm_kvtier.store.memory.client_mapping import shake_hands
 from vllm_kvtier.store.options import StoreOptions
-from vllm_kvtier.wire.link import MAX_SOCKET_PATH, link_path
 from vllm_kvtier.wire.reactor import Reactor
 
 logger = get_logger(__name__)
@@ -31,10 +31,10 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,40}")
 
 
 def store_path(name: str = "default") -> str:
-    """Socket path of this user's store of that name. Raises KVTierError if other users can access its directory."""
+    """Socket path of this user's store of that name. Raises KVTierError as ``runtime_dir``."""
     if not _NAME.fullmatch(name):
         raise ConfigError(f"store name {name!r}: 1 to 40 letters, digits, dots, dashes and underscores")
-    path = str(Path(link_path("store", name)).with_name(f"store-{name}.sock"))
+    path = str(runtime_dir() / f"store-{name}.sock")
     if len(os.fsencode(path)) > MAX_SOCKET_PATH:
         raise KVTierError(
             f"{path} is longer than the {MAX_SOCKET_PATH} bytes of a Unix socket path; choose a shorter store name"
@@ -51,7 +51,10 @@ def start_store(path: str, options: StoreOptions, timeout: float = 30.0) -> None
     if serves(path):
         return
     # The kernel frees this lock when its holder ends. The holder's work has a timeout, so waiting needs none.
-    starting = os.open(f"{path}.start", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        starting = os.open(f"{path}.start", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:  # the directory was removed, or is full
+        raise KVTierError(f"the node store could not be started: {error}") from error
     try:
         fcntl.flock(starting, fcntl.LOCK_EX)
         if not serves(path):

@@ -1,17 +1,13 @@
 """The link between an engine's scheduler side and its workers: a Unix socket that only this user can open.
 
 It carries events that happen between steps or while the engine sleeps, when vLLM's own channels are silent: a worker is
-ready, checksums are computed, peers are reading. Both sides derive the path from the engine's identity. The socket's
-directory has mode 0700.
+ready, checksums are computed, peers are reading. Both sides derive the path from the engine's identity.
 
 Of an engine over several nodes the first rank, which is on the scheduler's node, relays for workers of other nodes:
 they reach it by TCP, encrypted with the cluster key.
 """
 
-import hashlib
 import os
-import stat
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,14 +16,13 @@ from typing import Annotated, Any
 import msgspec
 import zmq
 
-from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.runtime_dir import private_path
 from vllm_kvtier.wire.auth import ClusterKey
 from vllm_kvtier.wire.dealer import endpoint_of, keep_alive
 from vllm_kvtier.wire.geometry import GroupView
 from vllm_kvtier.wire.messages import Count, Name, RankInfo, encode
 from vllm_kvtier.wire.reactor import Reactor, drain
 
-MAX_SOCKET_PATH = 107
 _PRESENT = b""  # the first message of each side
 
 # -- messages; both ends are of one engine, so that a change needs no new protocol number ---------------------------
@@ -228,27 +223,8 @@ class _Latest:
 
 
 def link_path(engine_id: str, instance_id: str) -> str:
-    """Raises KVTierError if other users can access the directory."""
+    """Raises KVTierError as ``private_path``."""
     return private_path(f"{engine_id}|{instance_id}")
-
-
-def private_path(identity: str, suffix: str = ".sock") -> str:
-    """Path of a socket that only this user can open. Raises KVTierError if other users can access the directory."""
-    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
-    # Containers often name a runtime directory that does not exist.
-    folder = Path(runtime if os.path.isdir(runtime) else tempfile.gettempdir()) / f"kvtier-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    info = folder.lstat()
-    if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or stat.S_IMODE(info.st_mode) & 0o077:
-        raise KVTierError(f"{folder} must be a directory of mode 0700 owned by this user; remove it or fix it")
-    # A Unix socket path is short: the identity is hashed.
-    path = str(folder / f"{hashlib.blake2b(identity.encode(), digest_size=12).hexdigest()}{suffix}")
-    if len(os.fsencode(path)) > MAX_SOCKET_PATH:
-        raise KVTierError(
-            f"{path} is longer than the {MAX_SOCKET_PATH} bytes of a Unix socket path; set XDG_RUNTIME_DIR to a "
-            "shorter directory"
-        )
-    return path
 
 
 @dataclass(frozen=True)

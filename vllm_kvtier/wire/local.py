@@ -16,8 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.runtime_dir import private_path
 from vllm_kvtier.wire.dealer import SocketEvents
-from vllm_kvtier.wire.link import private_path
 from vllm_kvtier.wire.reactor import Reactor
 from vllm_kvtier.wire.stream import Stream, StreamLimits, accept
 
@@ -30,7 +30,7 @@ _NEW_SECONDS = 60  # ZMQ's sockets may have a path and not listen yet
 
 
 def local_path(instance: str) -> str:
-    """Raises KVTierError if other users can access the directory."""
+    """Raises KVTierError as ``private_path``."""
     return private_path(instance, suffix=_SUFFIX)
 
 

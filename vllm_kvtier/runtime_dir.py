@@ -1,0 +1,75 @@
+"""This user's directory of Unix sockets on this node. Its mode is 0700: only this user can connect to them.
+
+All processes of an engine derive a socket's path by themselves, each from its own environment: no name in it is random.
+"""
+
+import functools
+import hashlib
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.logs import get_logger
+
+logger = get_logger(__name__)
+
+MAX_SOCKET_PATH = 107  # bytes
+
+
+def runtime_dir() -> Path:
+    """``kvtier-UID`` in XDG_RUNTIME_DIR; where that is not set, or unusable, in the directory of temporary files.
+
+    Raises KVTierError, with the paths and what is wrong with each, if neither can be used.
+    """
+    runtime, wrong = os.environ.get("XDG_RUNTIME_DIR", ""), []
+    for base in [runtime] if os.path.isdir(runtime) else []:  # containers often name one that does not exist
+        folder = _in(base)
+        if not (reason := _make(folder)):
+            return folder
+        wrong.append(reason)
+    try:
+        folder = _in(tempfile.gettempdir())
+        reason = _make(folder)
+    except FileNotFoundError as error:  # no directory of temporary files can be written to
+        reason = str(error)
+    if reason:
+        raise KVTierError("; ".join([*wrong, reason]))
+    for each in wrong:
+        _warn(each, folder)
+    return folder
+
+
+def private_path(identity: str, suffix: str = ".sock") -> str:
+    """Path of a socket that only this user can open. Raises KVTierError as ``runtime_dir``, or if it is too long."""
+    # A Unix socket path is short: the identity is hashed.
+    path = str(runtime_dir() / f"{hashlib.blake2b(identity.encode(), digest_size=12).hexdigest()}{suffix}")
+    if len(os.fsencode(path)) > MAX_SOCKET_PATH:
+        raise KVTierError(
+            f"{path} is longer than the {MAX_SOCKET_PATH} bytes of a Unix socket path; set XDG_RUNTIME_DIR to a "
+            "shorter directory"
+        )
+    return path
+
+
+def _in(base: str) -> Path:
+    return Path(base) / f"kvtier-{os.getuid()}"
+
+
+def _make(folder: Path) -> str:
+    """Make it if it does not exist. Returns why it cannot be used; "" if it can."""
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        return f"{folder} cannot be made ({error.strerror})"
+    info = folder.lstat()
+    if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or stat.S_IMODE(info.st_mode) & 0o077:
+        return f"{folder} must be a directory of mode 0700 owned by this user; remove it or fix it"
+    return "" if os.access(folder, os.W_OK | os.X_OK) else f"{folder} cannot be written to"
+
+
+@functools.cache
+def _warn(reason: str, used: Path) -> None:
+    """Once."""
+    logger.warning("kvtier: %s: the sockets of this process are in %s", reason, used)
