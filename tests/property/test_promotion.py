@@ -201,6 +201,52 @@ def test_promotion_of_prefix_is_in_order_and_answers_waiting_lookup():
     assert all(b.parent == a.hash for a, b in pairwise(disk.read_blocks))
 
 
+@pytest.mark.parametrize("groups", [ONE, WINDOWED, (GroupShape(1, 1), GroupShape(6, 2))])
+def test_promotion_of_what_follows_a_gpus_blocks_needs_nothing_before_it_in_memory(groups):
+    """The beginning is in the engine's cache, and memory has evicted it. When it is stored again, the rest is its
+    child: eviction takes children first."""
+    disk = FakeTier("disk")
+    world, block_hashes, start = World(disk, pages=100, groups=groups), block_hashes_of("a", 24), 12
+    disk.num_hash_blocks[block_hashes[:HASH_BYTES]] = 24
+    ahead = world.ahead(block_hashes, start)
+    while disk.reads:
+        disk.finish()
+    found = world.index.lookup(ENGINE, NAMESPACE_ID, block_hashes, start, EVERYTHING)
+    assert ahead.over and found.num_hash_blocks == 24
+    world.index.release(ENGINE, found.lease)
+    assert world.here(block_hashes) == 0 and world.quiet()
+    world.ahead(block_hashes)
+    while disk.reads:
+        disk.finish()
+    assert world.here(block_hashes) == 24 and world.quiet()
+    assert len({b.name for b in disk.read_blocks}) == len(disk.read_blocks), "what was in memory is not read again"
+    first = world.index.find(NAMESPACE_ID, 0, block_hashes[(start - 1) * HASH_BYTES : start * HASH_BYTES])
+    assert not first.evictable and first.first.hash == block_hashes[start * HASH_BYTES : (start + 1) * HASH_BYTES]
+
+
+def test_promotion_from_the_beginning_does_not_join_that_of_the_end():
+    disk = FakeTier("disk")
+    world, block_hashes, heard = World(disk), block_hashes_of("a", 12), []
+    disk.num_hash_blocks[block_hashes[:HASH_BYTES]] = 12
+    late, whole = world.ahead(block_hashes, 8), world.ahead(block_hashes)
+    assert world.ahead(block_hashes, 8) is whole, "it has what the other has"
+    world.promotion.wait(whole, 9.0, lambda: heard.append(world.here(block_hashes)))
+    while disk.reads:
+        disk.finish()
+    assert heard == [12] and late.over and whole.over and len(disk.read_blocks) == 12 and world.quiet()
+
+
+def test_promotion_from_second_tier_does_not_wait_for_the_firsts_reservations():
+    """The first has more than it reads at a time."""
+    disk, objects = FakeTier("disk"), FakeTier("object")
+    world, block_hashes = World(disk, objects), block_hashes_of("a", 20)
+    disk.num_hash_blocks[block_hashes[:HASH_BYTES]], objects.num_hash_blocks[block_hashes[:HASH_BYTES]] = 12, 20
+    ahead = world.ahead(block_hashes)
+    while disk.reads or objects.reads:
+        (disk if disk.reads else objects).finish()
+    assert ahead.over and world.here(block_hashes) == 20 and world.quiet()
+
+
 def test_promotion_of_a_tenants_blocks_counts_in_its_share_of_memory():
     disk = FakeTier("disk")
     world, block_hashes = World(disk, tenant_share=0.25), block_hashes_of("a", 40)
@@ -453,10 +499,15 @@ class Machine(RuleBasedStateMachine):
     def hold(self, name, num_hash_blocks, tier):
         (self.near, self.far)[tier].num_hash_blocks[block_hashes_of(name, 1)] = num_hash_blocks
 
-    @rule(name=st.sampled_from(NAMES), num_hash_blocks=st.integers(1, 12), wait_seconds=st.sampled_from([0.5, 5.0]))
-    def ask(self, name, num_hash_blocks, wait_seconds):
+    @rule(
+        name=st.sampled_from(NAMES),
+        num_hash_blocks=st.integers(1, 12),
+        on_gpu=st.integers(0, 6),
+        wait_seconds=st.sampled_from([0.5, 5.0]),
+    )
+    def ask(self, name, num_hash_blocks, on_gpu, wait_seconds):
         block_hashes = block_hashes_of(name, num_hash_blocks)
-        ahead = self.world.ahead(block_hashes, self.world.here(block_hashes))
+        ahead = self.world.ahead(block_hashes, max(min(on_gpu, num_hash_blocks), self.world.here(block_hashes)))
         if ahead is not None:
             one = {"until": self.world.clock.now + wait_seconds, "heard": 0}
 

@@ -225,21 +225,26 @@ class Store(RuleBasedStateMachine):
         shuffle=st.none() | st.randoms(use_true_random=False),
         commit=st.booleans(),
         only=st.sampled_from([None, None, None, 0, 1]),
+        orphans=st.booleans(),
     )
-    def reserve(self, client, namespace_id, tokens, first, tenant, limit, shuffle, commit, only):
-        items = [i for i in self.items(block_hashes_of(tokens), first, len(tokens)) if only is None or i[0] == only]
+    def reserve(self, client, namespace_id, tokens, first, tenant, limit, shuffle, commit, only, orphans):
+        block_hashes = block_hashes_of(tokens)
+        items = [i for i in self.items(block_hashes, first, len(tokens)) if only is None or i[0] == only]
         self.expire()  # a reservation never waits for the timer
         if shuffle:
             shuffle.shuffle(items)
         hashes = b"".join(h for _, h, _ in items)
         parents = b"".join(p or bytes(HASH_BYTES) for _, _, p in items)
         before = dict(self.listed)
-        answer = self.index.reserve(client, namespace_id, tenant, [g for g, _, _ in items], hashes, parents, limit)
+        allowed = {i for i, (_, _, parent) in enumerate(items) if orphans and first and parent in block_hashes[:first]}
+        answer = self.index.reserve(
+            client, namespace_id, tenant, [g for g, _, _ in items], hashes, parents, limit, orphans=allowed
+        )
         assert len(answer) == len(items)
         self.find_evicted(before)
 
         wanted: dict[tuple, tuple[Block, int]] = {}
-        for (group, block_hash, parent), got in zip(items, answer, strict=True):
+        for i, ((group, block_hash, parent), got) in enumerate(zip(items, answer, strict=True)):
             key, shape = (namespace_id, group, block_hash), self.shapes[group]
             linked = shape.cache_kind.whole_prefix
             if key in before or key in wanted:
@@ -247,6 +252,7 @@ class Store(RuleBasedStateMachine):
             elif (
                 linked
                 and parent
+                and i not in allowed
                 and (namespace_id, group, parent) not in before
                 and (namespace_id, group, parent) not in wanted
             ):
@@ -593,6 +599,7 @@ def test_store_index_random_operations_keep_invariants(seed):
             shuffle=rng if rng.random() < 0.1 else None,
             commit=rng.random() < 0.8,
             only=rng.choice([None, None, None, 0, 1]),
+            orphans=rng.random() < 0.3,
         )
 
     def lookup():

@@ -112,7 +112,7 @@ class BlockEntry(msgspec.Struct, eq=False, gc=False):
 
 @dataclass(eq=False)
 class NamespaceBlocks:
-    """The blocks of a namespace. ``orphans``: entries by (group, hash of their removed parent)."""
+    """The blocks of a namespace. ``orphans``: entries by (group, hash of their parent, which is not listed)."""
 
     name: bytes
     hash_block_size: int
@@ -131,7 +131,8 @@ class NamespaceBlocks:
         return not any(self.tables)
 
     def insert(self, entry: BlockEntry, parent: BlockEntry | None) -> None:
-        """List an entry below its parent. It adopts the children of an earlier copy of this block."""
+        """List an entry below its parent; as an orphan if its parent is not listed. It adopts the children of an
+        earlier copy of this block."""
         self.tables[entry.group][entry.hash] = entry
         if parent is not None:
             parent.adopt(entry)
@@ -146,6 +147,8 @@ class NamespaceBlocks:
                     child.parent_hash = None
                 else:
                     entry.adopt(child)
+        if entry.parent is None and entry.parent_hash is not None:
+            self.orphans.setdefault((entry.group, entry.parent_hash), {})[entry] = None
 
     def remove(self, entry: BlockEntry) -> None:
         """Unlist an entry. Its children stay, unreachable until the block is stored again."""

@@ -142,8 +142,6 @@ class BlockTable:
             entry = BlockEntry(here, group, block_hash, parent_hash, shape.slot_pages, None, block.tenant, depth)
             entry.state, entry.slot, entry.used = READY, block.position, self._now
             here.insert(entry, parent)
-            if parent is None and parent_hash is not None:
-                here.orphans.setdefault((group, parent_hash), {})[entry] = None
             self._room.put_back(entry)
             ready.append(entry)
         if here is not None and here.empty:

@@ -10,7 +10,7 @@ deadline; a slow client may then still read or write a slot that holds another b
 detected: the checksum in each slot is keyed by the block's hash, and by what of the block an engine keeps there.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 
 from vllm_kvtier.store.eviction import DEFAULT_POLICY, POLICIES
@@ -172,12 +172,13 @@ class Index(BlockTable):
         parents: bytes,
         pages_limit: int,
         forever: bool = False,
+        orphans: Container[int] = (),
     ) -> list[int]:
         """Reserve a slot (> 0) per item, or EXISTS, NO_ROOM, NO_PARENT_STORED. Items of a group: parents first.
 
         groups: n group indices. hashes, parents: n * HASH_BYTES bytes; a parent of zeros: the first block. Blocks of
         groups without ``whole_prefix`` need no parent. Slots end at or below page ``pages_limit``. ``forever``: as in
-        ``lease_blocks``.
+        ``lease_blocks``. ``orphans``: items whose parent may be missing; it adopts them when it is stored.
         """
         self.tick()
         known = self._lease_table.known(client)
@@ -204,7 +205,7 @@ class Index(BlockTable):
             parent = None
             if not linked[group] or parent_hash == ZERO:
                 parent_hash = None
-            elif before is None:
+            elif before is None and i not in orphans:
                 answer[i] = NO_PARENT_STORED
                 continue
             else:

@@ -116,7 +116,8 @@ class Promotion:
         self._max_in_flight = in_flight_bytes
         self._next_client = client
         self._clients: dict[tuple[int, tuple[GroupShape, ...]], int] = {}  # by hash block size and groups
-        self._jobs: dict[_JobKey, PromotionJob] = {}
+        self._jobs: dict[PromotionJob, None] = {}
+        self._by_prefix: dict[_JobKey, PromotionJob] = {}  # of several jobs the one that starts first
         self._inbound: dict[BlockName, PromotionRead] = {}
         self._left_bytes: dict[Tier, int] = dict.fromkeys(self._tiers, 0)
         self._in_flight: dict[Tier, int] = dict.fromkeys(self._tiers, 0)  # bytes
@@ -136,12 +137,13 @@ class Promotion:
         if want.start >= want.num_hash_blocks or not any(tier.usable for tier in self._tiers_for(want)):
             return None
         key = (want.namespace_id, want.block_hashes[-HASH_BYTES:], want.nodes, want.skip)
-        known = self._jobs.get(key)
-        if known is not None:
+        known = self._by_prefix.get(key)
+        if known is not None and known.want.start <= want.start:
             return known
         if len(self._jobs) >= MAX_JOBS or self._is_full(b""):
             return None
-        job = self._jobs[key] = PromotionJob(key, want, pages_limit)
+        job = self._by_prefix[key] = PromotionJob(key, want, pages_limit)
+        self._jobs[job] = None
         self._seek(job, iter(self._tiers_for(want)))
         return job
 
@@ -195,7 +197,7 @@ class Promotion:
         for name, read in lost:
             del self._inbound[name]
             self._index.abandon(self._client(read.find.want), name, RemovalReason.UNREAD)
-        for job in list(self._jobs.values()):
+        for job in list(self._jobs):
             for read in [read for read in job.waits_for if not read.tier.usable]:
                 self._cancel_rest(read)
                 self._end_waits(read)
@@ -226,7 +228,7 @@ class Promotion:
             self._end_vain_waits(job)
 
     def _on_status(self, want: Want, num_hash_blocks: int, seconds: float) -> None:
-        job = next((job for job in self._jobs.values() if job.asked is want), None)
+        job = next((job for job in self._jobs if job.asked is want), None)
         if job is not None and job.asking is not None:
             job.status = num_hash_blocks, self._clock() + seconds
             if num_hash_blocks > job.num_hash_blocks and not job.waits_for:
@@ -301,17 +303,21 @@ class Promotion:
         """``Index.reserve`` for blocks of one tenant."""
         if tenant and self._is_full(tenant):
             return [NO_ROOM] * len(blocks)
-        began = self._clock()
+        began, want = self._clock(), read.find.want
+        steps = [shape.hash_blocks_per_block for shape in want.shapes]
+        # The blocks before these may be in the engine's cache only, or be another read's that has not reserved them.
+        first = {i for i, block in enumerate(blocks) if block.end_hash_block - steps[block.group] <= want.start}
         try:
             slots = self._index.reserve(
-                self._client(read.find.want),
-                read.find.want.namespace_id,
+                self._client(want),
+                want.namespace_id,
                 tenant,
                 [b.group for b in blocks],
                 b"".join(b.hash for b in blocks),
                 b"".join(b.parent for b in blocks),
                 read.job.pages_limit,
                 forever=True,  # the tier may write to them for as long as its read takes
+                orphans=first,
             )
         except BadRequest as error:  # the namespace was cleared, and an engine with other groups uses it now
             logger.warning("kvtier: promotion: blocks are not promoted (%s)", error)
@@ -392,7 +398,9 @@ class Promotion:
         if job.over or job.asking is not None or job.waits_for:
             return
         job.over = True
-        self._jobs.pop(job.key, None)
+        del self._jobs[job]
+        if self._by_prefix.get(job.key) is job:
+            del self._by_prefix[job.key]
         _fire_all(job)  # before the release: the waiters' lookups lease the blocks
         client = self._client(job.want)
         for lease in job.leases:
