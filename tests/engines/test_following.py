@@ -70,6 +70,19 @@ async def test_most_of_prompt_is_read_before_its_prefill_ends(pair, driver):
     await driver.assert_right(reply, prompt)
 
 
+async def test_samples_of_one_request_read_its_prefill_once(pair, driver):
+    p, d = pair
+    prompt = random_tokens(random.Random("samples"), 47 * BLOCK + 8)
+    to_p, to_d = params_of(p)
+    before = await driver.sources(d)
+    asked = driver.ask(d, prompt, 8, to_d, n=4, temperature=0.01)
+    _, reply = await asyncio.gather(driver.prefill(p, prompt, to_p), asked)
+    counted = await driver.sources(d) - before
+    assert counted.pulled == len(prompt) and counted.computed <= 4 * BLOCK
+    await driver.until_no_exports(p)
+    await driver.assert_right(reply, prompt)
+
+
 async def test_retained_conversations_give_way_to_a_followed_prefill(pair, driver):
     p, d = pair
     rng = random.Random("retained")

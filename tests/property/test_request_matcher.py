@@ -364,6 +364,47 @@ def test_matcher_handoff_is_looked_up_loaded_and_released():
     assert not peers.held and made.match(request, 0) == (0, False)
 
 
+@pytest.mark.parametrize("how", ["loaded", "loaded, but for the last block", "failed", "aborted"])
+def test_matcher_samples_of_one_handoff_load_it_once(how):
+    """vLLM makes a request for each of ``n`` samples, with the same params. All are answered before one has blocks."""
+    made, peers = matcher()
+    samples = [make_request(f"r{i}", list(range(34)), HASH_BLOCK_SIZE, HANDOFF) for i in range(4)]
+    for request in samples:
+        assert made.match(request, 0) == (None, False)
+    for pending in list(peers.open):
+        peers.answer(pending, peers.offer(pending, 34))
+
+    def match_all(computed):
+        """Who loads, if vLLM has blocks for all of them."""
+        answers = {}
+        for request in samples:
+            state = made.get(request.request_id)
+            if state is not None and state.life.state in (State.LOOKUP, State.HIT):
+                answers[request.request_id], asynchronous = made.match(request, computed)
+                if asynchronous:
+                    made.allocated(request, (list(range(1, 10)),), answers[request.request_id])
+        return answers
+
+    assert match_all(0) == {"r0": 34, "r1": None, "r2": None, "r3": None}
+    assert match_all(0) == {"r1": None, "r2": None, "r3": None} and len(peers.held) == 4
+    if how == "aborted":
+        samples[0].status = RequestStatus.FINISHED_ABORTED
+        made.finished(samples[0])
+        assert match_all(0) == {"r1": 34, "r2": None, "r3": None}
+    made.on_load_ended("r0", how == "failed")
+    if how == "failed":
+        assert match_all(0) == {"r1": 34, "r2": None, "r3": None}
+    if how in ("failed", "aborted"):
+        made.on_load_ended("r1", False)
+    if how == "loaded, but for the last block":
+        assert match_all(28) == {"r1": 6, "r2": 6, "r3": 6}, "one after the other would be slower"
+        for request in samples[1:]:
+            made.on_load_ended(request.request_id, False)
+    else:
+        assert set(match_all(32).values()) == {0}, "vLLM has all but two tokens"
+    assert not peers.held
+
+
 @pytest.mark.parametrize("before", [16, 12])
 def test_matcher_handoff_is_kept_when_vllm_evicts_what_was_there(before):
     """The request waits for free blocks, or still for the answer; what vLLM has of its prompt becomes less."""

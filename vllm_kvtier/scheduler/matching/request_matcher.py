@@ -163,7 +163,7 @@ class RequestMatcher:
                     if awaited and not self._source_selector.awaited_states(state):
                         return None, False  # vLLM asks again, from where it has the states itself
                 case State.HIT:
-                    if state.taken_hit.source.cost_key and self._waits_for_load(state, computed):
+                    if self._waits_for_load(state, computed):
                         return None, False
                     now = time.monotonic()
                     old = not state.taken_hit.source.cost_key and self._load_or_recompute.is_too_old(state, now)
@@ -232,6 +232,8 @@ class RequestMatcher:
         loading = self._tracked.get(other) if other else None
         if loading is None or loading.life.state is not State.LOADING or other == state.request.request_id:
             return False  # an aborted load does not enter vLLM's cache
+        if state.life.state is State.HIT and not state.taken_hit.source.cost_key and self._reads_itself(state, loading):
+            return False
         began = state.load_wait_began or loading.allocated_at
         if time.monotonic() > began + self._config.transfer_timeout:
             return False  # it hangs, or those before it failed: a time limit for all of them
@@ -243,6 +245,16 @@ class RequestMatcher:
             state.waits_for, state.load_wait_began = loading.request.request_id, began
             self._counters.count("inflight_load_waits", loading.source_name)
         return True
+
+    def _reads_itself(self, state: RequestState, loading: RequestState) -> bool:
+        """Whether a request reads the peer's blocks that it leased, although ``loading`` loads some of them.
+
+        The samples of one request, whose params are the same, wait for the first of them. Once: with drafts, vLLM's
+        prefix cache then lacks the last block, and they load it together.
+        """
+        waited_for = self._tracked.get(state.waits_for)
+        in_vain = waited_for is not None and waited_for.life.state is State.LOADED
+        return in_vain or loading.hints != state.hints
 
     # -- loading -------------------------------------------------------------------------------------------------
 
