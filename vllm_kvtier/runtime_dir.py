@@ -16,6 +16,7 @@ from vllm_kvtier.logs import get_logger
 logger = get_logger(__name__)
 
 MAX_SOCKET_PATH = 107  # bytes
+USUAL = "/run/user/{uid}", "/tmp"  # of logins; of services, cron and containers, which have no XDG_RUNTIME_DIR
 
 
 def runtime_dir() -> Path:
@@ -41,6 +42,13 @@ def runtime_dir() -> Path:
     return folder
 
 
+def other_dirs() -> list[Path]:
+    """Where this user's processes of another environment have their sockets, if ``runtime_dir`` is at a usual place. A
+    process with one of its own is kept apart on purpose."""
+    ours, usual = runtime_dir(), [_in(base.format(uid=os.getuid())) for base in USUAL]
+    return [folder for folder in usual if folder != ours and not _wrong(folder)] if ours in usual else []
+
+
 def private_path(identity: str, suffix: str = ".sock") -> str:
     """Path of a socket that only this user can open. Raises KVTierError as ``runtime_dir``, or if it is too long."""
     # A Unix socket path is short: the identity is hashed.
@@ -63,7 +71,14 @@ def _make(folder: Path) -> str:
         folder.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
         return f"{folder} cannot be made ({error.strerror})"
-    info = folder.lstat()
+    return _wrong(folder)
+
+
+def _wrong(folder: Path) -> str:
+    try:
+        info = folder.lstat()
+    except OSError as error:
+        return f"{folder} cannot be used ({error.strerror})"
     if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or stat.S_IMODE(info.st_mode) & 0o077:
         return f"{folder} must be a directory of mode 0700 owned by this user; remove it or fix it"
     return "" if os.access(folder, os.W_OK | os.X_OK) else f"{folder} cannot be written to"

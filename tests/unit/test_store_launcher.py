@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,11 @@ from store_support import RawClient, block_hashes_of, engine_hello, tool_hello
 from support import eventually, interruptible, stop
 from typer.testing import CliRunner
 
+from vllm_kvtier import runtime_dir
+from vllm_kvtier.cli import doctor
 from vllm_kvtier.cli.__main__ import app
+from vllm_kvtier.doctor import store as doctor_store
+from vllm_kvtier.doctor.examine import examine
 from vllm_kvtier.errors import ConfigError, KVTierError
 from vllm_kvtier.store import launcher
 from vllm_kvtier.store import protocol as m
@@ -208,6 +213,85 @@ def test_store_path_is_private_and_name_is_checked():
     for name in ("", "../x", "a b", "x" * 41):
         with pytest.raises(ConfigError):
             store_path(name)
+
+
+@pytest.fixture
+def usual(run_dir, monkeypatch):
+    """The usual places of sockets: of a login, as this process, and of a service."""
+    places = login, service = run_dir / "login", run_dir / "service"
+    for place in places:
+        (place / f"kvtier-{os.getuid()}").mkdir(parents=True, mode=0o700)
+    monkeypatch.setattr(runtime_dir, "USUAL", (f"{run_dir}/login", f"{run_dir}/service"))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(login))
+    return [place / f"kvtier-{os.getuid()}" / "store-default.sock" for place in (login, service)]
+
+
+@pytest.fixture
+def machine_unseen(monkeypatch):
+    """`kvtier doctor` without its checks of this machine, which take long."""
+    monkeypatch.setattr(doctor, "examine", lambda options, show: examine(replace(options, here=False), show))
+
+
+@pytest.fixture
+def serving(monkeypatch):
+    """Sockets at which a store serves; and which were tried."""
+    found, tried = set(), []
+    monkeypatch.setattr(launcher, "serves", lambda path: tried.append(path) or path in found)
+    monkeypatch.setattr(doctor_store, "serves", launcher.serves)
+    return found, tried
+
+
+def test_store_of_service_is_found_by_login(usual, machine_unseen, monkeypatch):
+    """And the other way round. Before, each had a store, with a tenth of the memory."""
+    login, service = map(str, usual)
+    start_store(service, SMALL)
+    try:
+        assert store_path() == service
+        assert "at " + service in run("doctor").output.replace("\n", " ")
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(usual[1].parents[1]))
+        assert store_path() == service and store_path("other") == str(usual[1].with_name("store-other.sock"))
+    finally:
+        os.kill(pid_of(service), signal.SIGKILL)
+
+
+def test_store_of_other_place_is_used_only_if_there_is_none_here(usual, serving):
+    login, service = map(str, usual)
+    assert store_path() == login and not serving[1], "no socket is there: none is tried"
+    usual[1].touch()
+    assert store_path() == login and serving[1] == [login, service], "a killed store left it"
+    serving[0].update((login, service))
+    assert store_path() == login
+
+
+def test_store_of_process_with_a_directory_of_its_own_is_its_own(usual, serving, run_dir, monkeypatch):
+    """As those of tests, demos and benchmarks."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(run_dir))
+    usual[1].touch()
+    serving[0].add(str(usual[1]))
+    assert Path(store_path()).parents[1] == run_dir and not serving[1]
+
+
+def test_store_in_directory_that_others_can_write_to_is_not_used(usual, serving):
+    usual[1].touch()
+    serving[0].add(str(usual[1]))
+    usual[1].parent.chmod(0o777)
+    assert store_path() == str(usual[0]) and not serving[1]
+
+
+def test_doctor_says_where_it_looks_for_the_store(usual, machine_unseen):
+    shown = run("doctor").output.replace("\n", " ")
+    assert f"no store listens at {usual[0]} or {usual[1]}" in shown
+
+
+def test_doctor_warns_of_second_store(usual, machine_unseen, serving):
+    login, service = map(str, usual)
+    start_store(login, SMALL)
+    try:
+        usual[1].touch()
+        serving[0].update((login, service))
+        assert f"this user has a second one, at {service}" in run("doctor").output.replace("\n", " ")
+    finally:
+        os.kill(pid_of(login), signal.SIGKILL)
 
 
 # -- commands --------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from vllm_kvtier.cli import inputs
 from vllm_kvtier.doctor.examine import Options, examine
 from vllm_kvtier.doctor.report import Check, exit_code
 from vllm_kvtier.errors import KVTierError
-from vllm_kvtier.store.launcher import store_path
+from vllm_kvtier.store.launcher import store_path, store_paths
 
 _MARKS = {
     "ok": ("ok     ", "green"),
@@ -113,11 +113,13 @@ def doctor(
             raise typer.BadParameter(
                 "leaves nothing to check: give --server, --endpoint or --socket", param_hint="--remote"
             )
+        path, *others = [socket or ""] if socket or remote else _own_sockets()
         options = Options(
             servers=tuple(server or ()),
             endpoints=tuple(endpoint or ()),
-            socket=socket or ("" if remote else _own_socket()),
+            socket=path,
             socket_given=socket is not None,
+            other_sockets=tuple(others),
             disk=disk,
             disk_size=disk_size,
             object_url=object_url,
@@ -147,9 +149,11 @@ def doctor(
     raise typer.Exit(exit_code(checks))
 
 
-def _own_socket() -> str:
+def _own_sockets() -> list[str]:
+    """The store's, and where else one is looked for."""
     try:
-        return store_path()
+        path = store_path()
+        return [path, *(other for other in store_paths() if other != path)]
     except KVTierError as error:
         raise KVTierError(f"the node store's directory cannot be used: {error}") from error
 

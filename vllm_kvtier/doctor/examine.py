@@ -20,13 +20,15 @@ from vllm_kvtier.wire.auth import ClusterKey
 
 @dataclass(frozen=True)
 class Options:
-    """``servers[i]`` and ``endpoints[i]`` are of one engine. ``socket``: of the node store. ``here``: check this
-    machine; False if only engines on other machines are checked."""
+    """``servers[i]`` and ``endpoints[i]`` are of one engine. ``socket``: of the node store; ``other_sockets``: where
+    processes of another environment have theirs. ``here``: check this machine; False if only engines on other machines
+    are checked."""
 
     servers: tuple[str, ...] = ()
     endpoints: tuple[str, ...] = ()
     socket: str = ""
     socket_given: bool = False
+    other_sockets: tuple[str, ...] = ()
     disk: Path | None = None
     disk_size: str = "64GiB"
     object_url: str = ""
@@ -87,7 +89,7 @@ def examine(options: Options, progress: Callable[[Check], None] = lambda check: 
     counts = None
     if options.socket:
         expected = options.socket_given or any(e.inspection is not None and e.inspection.store for e in known)
-        checks, counts = store.store(options.socket, expected, options.seconds)
+        checks, counts = store.store(options.socket, expected, options.seconds, options.other_sockets)
         add(*checks)
     if options.prompt is not None:
         add(*_prompt(options, known, key, counts))

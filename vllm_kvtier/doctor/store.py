@@ -5,7 +5,7 @@ import pwd
 import socket
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -14,6 +14,7 @@ from vllm_kvtier import __version__
 from vllm_kvtier.doctor.report import Check, fail, ok, unknown, warn
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.store import protocol as m
+from vllm_kvtier.store.launcher import serves
 from vllm_kvtier.store.memory.memory_limits import format_bytes
 from vllm_kvtier.wire.stream import read_frame, write_frame
 
@@ -21,9 +22,12 @@ _Answer = TypeVar("_Answer", bound=msgspec.Struct)
 _START = "`kvtier store` starts one, and so does the first engine without `store: off`"
 
 
-def store(path: str, expected: bool, seconds: float = 3.0) -> tuple[list[Check], m.Counts | None]:
-    """Check the store; return its counts too, for the checks of prompts. ``expected``: it must be running."""
-    wrong = socket_file(path, expected)
+def store(
+    path: str, expected: bool, seconds: float = 3.0, others: Sequence[str] = ()
+) -> tuple[list[Check], m.Counts | None]:
+    """Check the store; return its counts too, for the checks of prompts. ``expected``: it must be running. ``others``:
+    where a second one may be, of processes with another environment."""
+    wrong = socket_file(path, expected, others)
     if wrong is not None:
         return [wrong], None
     try:
@@ -31,16 +35,21 @@ def store(path: str, expected: bool, seconds: float = 3.0) -> tuple[list[Check],
     except KVTierError as error:
         fix = f"stop it (its pid is in {path}.lock); the next engine starts another"
         return [fail("node store", str(error), fix)], None
-    return [*_whole(path, counts), *map(_tier, counts.tiers)], counts
+    return [*_whole(path, counts), *map(_second, filter(serves, others)), *map(_tier, counts.tiers)], counts
 
 
-def socket_file(path: str, expected: bool = True) -> Check | None:
-    """Why no engine can connect there; None if engines can."""
+def _second(path: str) -> Check:
+    message = f"this user has a second one, at {path}: engines whose environments differ in XDG_RUNTIME_DIR share no KV"
+    return warn("node store", message, "end one of them; an engine looks in both places before it starts one")
+
+
+def socket_file(path: str, expected: bool = True, others: Sequence[str] = ()) -> Check | None:
+    """Why no engine can connect there; None if engines can. ``others``: where there is none either."""
     name = "node store"
     try:
         found = os.lstat(path)
     except FileNotFoundError:
-        message = f"no store listens at {path}"
+        message = f"no store listens at {' or '.join([path, *others])}"
         return fail(name, message, _START) if expected else unknown(name, f"{message}; {_START}")
     except OSError as error:
         fix = "give --socket; check the owner of its directory"

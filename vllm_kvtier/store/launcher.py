@@ -14,7 +14,7 @@ from pathlib import Path
 import vllm_kvtier
 from vllm_kvtier.errors import ConfigError, KVTierError
 from vllm_kvtier.logs import get_logger
-from vllm_kvtier.runtime_dir import MAX_SOCKET_PATH, runtime_dir
+from vllm_kvtier.runtime_dir import MAX_SOCKET_PATH, other_dirs, runtime_dir
 from vllm_kvtier.store import protocol as m
 from vllm_kvtier.store.memory.client_mapping import shake_hands
 from vllm_kvtier.store.options import StoreOptions
@@ -31,15 +31,24 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,40}")
 
 
 def store_path(name: str = "default") -> str:
-    """Socket path of this user's store of that name. Raises KVTierError as ``runtime_dir``."""
+    """Socket path of this user's store of that name: the first of ``store_paths`` where one serves, or of all. Raises
+    KVTierError as ``runtime_dir``."""
+    path, *others = store_paths(name)
+    if (there := [other for other in others if os.path.exists(other)]) and not serves(path):
+        return next(filter(serves, there), path)
+    return path
+
+
+def store_paths(name: str = "default") -> list[str]:
+    """Where a store of that name is looked for; one is started at the first. Raises as ``store_path``."""
     if not _NAME.fullmatch(name):
         raise ConfigError(f"store name {name!r}: 1 to 40 letters, digits, dots, dashes and underscores")
-    path = str(runtime_dir() / f"store-{name}.sock")
+    path, *others = [str(folder / f"store-{name}.sock") for folder in (runtime_dir(), *other_dirs())]
     if len(os.fsencode(path)) > MAX_SOCKET_PATH:
         raise KVTierError(
             f"{path} is longer than the {MAX_SOCKET_PATH} bytes of a Unix socket path; choose a shorter store name"
         )
-    return path
+    return [path, *others]
 
 
 def start_store(path: str, options: StoreOptions, timeout: float = 30.0) -> None:
