@@ -32,6 +32,7 @@ from vllm_kvtier.store.memory.client_mapping import shake_hands
 from vllm_kvtier.store.memory.memory_limits import MemoryLimits
 from vllm_kvtier.store.memory.pool_memory import PoolMemory
 from vllm_kvtier.store.options import StoreOptions
+from vllm_kvtier.store.server import listen_socket
 from vllm_kvtier.store.server import server as server_module
 from vllm_kvtier.store.server.listen_socket import ServedAlready
 from vllm_kvtier.store.server.server import StoreServer
@@ -416,6 +417,42 @@ def test_store_stale_socket_is_replaced(tmp_path):
     assert not path.exists()
     server = make(path)
     assert_serves(server)
+    server.stop()
+
+
+def test_store_whose_files_were_removed_leaves_those_of_the_next_one(tmp_path):
+    """As by a logout, which empties the runtime directory, or what cleans /tmp. The next store's socket went with the
+    end of the first, and no engine could reach or start one."""
+    first = make(tmp_path / "s.sock")
+    for file in tmp_path.iterdir():
+        file.unlink()
+    second = make(tmp_path / "s.sock")
+    first.stop()
+    assert_serves(second)
+    second.stop()
+    assert not (tmp_path / "s.sock").exists()
+
+
+def test_store_without_lock_file_that_serves_is_not_replaced(server):
+    """systemd-tmpfiles removes old files from /tmp, and no live socket."""
+    os.unlink(f"{server.path}.lock")
+    with pytest.raises(ServedAlready):
+        StoreServer(server.path, StoreOptions(size="1MiB"))
+    assert_serves(server)
+
+
+def test_store_lock_file_removed_while_it_is_taken_is_made_again(tmp_path, monkeypatch):
+    lock, locked = tmp_path / "s.sock.lock", listen_socket._locked
+
+    def slow(fd):
+        monkeypatch.undo()
+        lock.unlink()
+        return locked(fd)
+
+    monkeypatch.setattr(listen_socket, "_locked", slow)
+    server = make(tmp_path / "s.sock")
+    with lock.open() as file, pytest.raises(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     server.stop()
 
 

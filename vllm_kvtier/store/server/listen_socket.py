@@ -19,22 +19,36 @@ class ServedAlready(KVTierError):
 
 
 def take(path: str) -> int:
-    """Take the lock of the serving process. The kernel frees it when the process ends. The file is never removed,
-    because it could be another process's by then."""
-    folder = Path(path).parent
+    """Take the lock of the serving process. The kernel frees it when the process ends. No store removes the file,
+    because it could be another process's by then; one that cleans directories may."""
+    folder, lock = Path(path).parent, f"{path}.lock"
     if not folder.is_dir():
         raise KVTierError(f"{folder} is not a directory; no store can listen at {path}")
-    fd = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        if not _locked(fd):
+    while True:
+        fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
             owner = os.pread(fd, 32, 0).decode("ascii", "replace").strip()
-            if not (_wait_end(path, owner) and _locked(fd)):
+            locked = _locked(fd) or (_wait_end(path, owner) and _locked(fd))
+            # Where the file was removed, a store may serve without it.
+            if not locked or (os.path.exists(path) and serves(path)):
                 raise ServedAlready(f"a store serves {path} already (pid {owner or 'unknown'})")
-    except BaseException:
-        os.close(fd)
-        raise
-    os.ftruncate(fd, 0)
-    return fd
+            found = os.fstat(fd)
+            if file_id(lock) == (found.st_dev, found.st_ino):
+                os.ftruncate(fd, 0)
+                return fd
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)  # the file was removed meanwhile
+
+
+def file_id(path: str) -> tuple[int, int] | None:
+    """Device and inode; None if there is no such file."""
+    try:
+        found = os.lstat(path)
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _locked(fd: int) -> bool:

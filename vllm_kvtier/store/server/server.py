@@ -96,6 +96,7 @@ class StoreServer:
             )
             cleanup.callback(self.memory.close)
             self._listener = listen_socket.listen(path)
+            self._socket_file = listen_socket.file_id(path)
             cleanup.callback(self._listener.close)
             self.reactor = Reactor("kvtier-store")
             self.index = Index(
@@ -408,8 +409,9 @@ class StoreServer:
             logger.info("kvtier: store: all %s usable after %.1f s", format_bytes(self.memory.ready), took)
 
     def _close(self) -> None:
-        # Before the lock is freed: afterwards the socket may be another store's.
-        Path(self.path).unlink(missing_ok=True)
+        # Before the lock is freed: afterwards the socket may be another store's. Where files were removed, it is already.
+        if listen_socket.file_id(self.path) == self._socket_file:
+            Path(self.path).unlink(missing_ok=True)
         self._listener.close()
         for client in list(self._clients.values()):
             client.stream.close("the store ends")
