@@ -24,6 +24,7 @@ from vllm_kvtier.cli.__main__ import app
 from vllm_kvtier.doctor import store as doctor_store
 from vllm_kvtier.doctor.examine import examine
 from vllm_kvtier.errors import ConfigError, KVTierError
+from vllm_kvtier.store import __main__ as store_main
 from vllm_kvtier.store import launcher
 from vllm_kvtier.store import protocol as m
 from vllm_kvtier.store.launcher import serves, start_store, store_path
@@ -89,6 +90,39 @@ def test_store_launched_has_no_parent(path):
     os.kill(pid, signal.SIGTERM)
     eventually(lambda: not alive(pid))
     assert not Path(path).exists()
+
+
+REFUSING = """
+import os
+own = os.sched_setaffinity
+
+def refuse(pid, cores):  # as the kernel in a cpuset of cores 32 to 35, of which the container's count is 4
+    if not {32, 33, 34, 35} & set(cores):
+        raise OSError(22, "Invalid argument")
+    MORE
+
+os.sched_setaffinity = refuse
+"""
+
+
+@pytest.mark.parametrize("more", ["own(pid, cores)", "raise OSError(22, 'Invalid argument')"])
+def test_store_starts_in_a_cpuset_whose_cores_have_other_numbers(path, tmp_path, monkeypatch, more):
+    (tmp_path / "sitecustomize.py").write_text(REFUSING.replace("MORE", more))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    start_store(path, SMALL)
+    assert os.sched_getaffinity(pid_of(path)) == os.sched_getaffinity(0)
+
+
+def test_store_unexpected_error_reaches_who_started_it(path, monkeypatch, caplog):
+    def fail(*args, **options):
+        raise RuntimeError("no more threads")
+
+    monkeypatch.setattr(store_main, "serve", fail)
+    read_end, write_end = os.pipe()
+    assert store_main.run(path, SMALL, write_end) == 1
+    with open(read_end) as told:
+        assert "no more threads" in told.read()
+    assert "Traceback" in caplog.text
 
 
 STARTER = """

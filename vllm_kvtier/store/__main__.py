@@ -1,6 +1,7 @@
 """``python -m vllm_kvtier.store``: serve a node's store. Requires only an engine's packages, not typer."""
 
 import argparse
+import contextlib
 import logging
 import logging.handlers
 import os
@@ -12,6 +13,7 @@ from vllm_kvtier.store import options as o
 from vllm_kvtier.store.launcher import READY, store_path
 from vllm_kvtier.store.server.server import serve
 
+ALL_CORES = range(8192)  # more than Linux has; numbers in a container may be larger than its count of cores
 LOG_BYTES = 1 << 20  # of the log file; one older file of the same size is kept
 
 
@@ -33,6 +35,10 @@ def run(path: str, options: o.StoreOptions, ready_fd: int = -1) -> int:
     except (KVTierError, OSError) as error:
         get_logger(__name__).error("kvtier: %s", error)
         send(str(error).encode())
+        return 1
+    except Exception as error:
+        get_logger(__name__).exception("kvtier: store: unexpected error")
+        send(repr(error).encode())
         return 1
     return 0
 
@@ -62,7 +68,8 @@ def main() -> int:
         if os.fork():
             os._exit(0)
         # Leave the cores that the engine has bound this thread to; the kernel restricts it to the container's.
-        os.sched_setaffinity(0, range(os.cpu_count() or 1))
+        with contextlib.suppress(OSError):  # it serves on those as well
+            os.sched_setaffinity(0, ALL_CORES)
     try:
         options = o.from_namespace(arguments)
         path = arguments.socket or store_path(arguments.name)

@@ -409,7 +409,7 @@ class StoreServer:
             logger.info("kvtier: store: all %s usable after %.1f s", format_bytes(self.memory.ready), took)
 
     def _close(self) -> None:
-        # Before the lock is freed: afterwards the socket may be another store's. Where files were removed, it is already.
+        # Before the lock is freed: afterwards the socket may be another store's. If files were removed, it already is.
         if listen_socket.file_id(self.path) == self._socket_file:
             Path(self.path).unlink(missing_ok=True)
         self._listener.close()
