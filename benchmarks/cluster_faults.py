@@ -107,7 +107,7 @@ class Run:
 
     def ask(self, node: int, prompt: list[int]) -> tuple[Answer, PromptTokens]:
         url = self.engines[node].base_url
-        httpx.post(f"{url}/reset_prefix_cache", timeout=60).raise_for_status()
+        httpx.post(f"{url}/reset_prefix_cache", timeout=60, trust_env=False).raise_for_status()
         before = prompt_tokens(url)
         answer = complete(url, prompt, max_tokens=ANSWER)
         return answer, prompt_tokens(url) - before

@@ -79,7 +79,7 @@ def play(kind: str, model: Path, rounds: int, folder: Path) -> dict:
                 counts_when_idle(stores[0].path)
                 asked = {"from the other node": ask(engines[1], shared)}
                 counts_when_idle(stores[1].path)
-                httpx.post(f"{engines[1].base_url}/reset_prefix_cache").raise_for_status()
+                httpx.post(f"{engines[1].base_url}/reset_prefix_cache", trust_env=False).raise_for_status()
                 asked["from this node's memory"] = ask(engines[1], shared)
                 asked["computed"] = ask(engines[1], make_prompt(rng))
                 counts_when_idle(stores[1].path)

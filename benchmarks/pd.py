@@ -87,7 +87,7 @@ class Side:
     def __init__(self, engine: Engine):
         self.engine = engine
         limits = httpx.Limits(max_connections=None)
-        self._http = httpx.Client(base_url=engine.base_url, timeout=300, limits=limits)
+        self._http = httpx.Client(base_url=engine.base_url, timeout=300, limits=limits, trust_env=False)
 
     def ask(self, prompt: str, params: Mapping | None, tokens: int, stream: bool) -> Answer:
         """``prompt``: token ids as JSON: encoding a long one takes as long as a step."""

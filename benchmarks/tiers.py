@@ -215,7 +215,7 @@ class Peer:
         )
         # vLLM closes a connection that was idle for 5 s, maybe while the next request is on its way.
         limits = httpx.Limits(max_connections=256, keepalive_expiry=2.0)
-        self.client = httpx.Client(base_url=self.engine.base_url, timeout=300, limits=limits)
+        self.client = httpx.Client(base_url=self.engine.base_url, timeout=300, limits=limits, trust_env=False)
 
     @staticmethod
     def _transfer(connector: str, host: int, args: argparse.Namespace) -> tuple[dict | None, dict]:

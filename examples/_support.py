@@ -137,7 +137,8 @@ def as_command(main: Callable[[], int]) -> NoReturn:
 def tokens_of(base_url: str, messages: Sequence[dict], **body) -> list[int]:
     """Token ids of a chat's prompt, as the engine makes them. Raises httpx.HTTPError."""
     asked = {"model": "model", "messages": list(messages), "add_generation_prompt": True, **body}
-    return httpx.post(f"{base_url}/tokenize", json=asked, timeout=TIMEOUT).raise_for_status().json()["tokens"]
+    response = httpx.post(f"{base_url}/tokenize", json=asked, timeout=TIMEOUT, trust_env=False)
+    return response.raise_for_status().json()["tokens"]
 
 
 def common(a: Sequence[int], b: Sequence[int]) -> int:

@@ -227,7 +227,7 @@ def cache_times(asked: list[Asked]) -> float:
 
 def read_failures(engine: Engine) -> Failures:
     complete(engine.base_url, [300, 301], max_tokens=1)  # counts leave the engine with its next step
-    response = httpx.get(f"{engine.base_url}/metrics", timeout=10)
+    response = httpx.get(f"{engine.base_url}/metrics", timeout=10, trust_env=False)
     response.raise_for_status()
     return failures_in(response.text)
 

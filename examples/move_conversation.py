@@ -181,7 +181,7 @@ def streamed(a: Engine, t: Talk, then: Callable[[], None] = lambda: None) -> tup
     body = {"model": "model", "temperature": 0, "prompt": t.prompt, "max_tokens": LENGTH, "ignore_eos": True}
     body |= {"stream": True, "return_token_ids": True}
     produced, text = [], ""
-    with httpx.stream("POST", f"{a.base_url}/v1/completions", json=body, timeout=TIMEOUT) as response:
+    with httpx.stream("POST", f"{a.base_url}/v1/completions", json=body, timeout=TIMEOUT, trust_env=False) as response:
         for line in response.raise_for_status().iter_lines():
             if line.startswith("data:") and not line.endswith("[DONE]"):
                 for choice in json.loads(line[5:])["choices"]:
@@ -226,8 +226,8 @@ def tied(b: Engine, t: Talk, expected: Told, moved: Moved) -> bool:
 
 def logprobs_of(b: Engine, prompt: Sequence[int], asked: dict[str, Any]) -> dict[str, float]:
     body = {"model": "model", "temperature": 0, "prompt": list(prompt), "max_tokens": 1, **asked}
-    response = httpx.post(f"{b.base_url}/v1/completions", json=body, timeout=TIMEOUT).raise_for_status()
-    return response.json()["choices"][0]["logprobs"]["top_logprobs"][0]
+    response = httpx.post(f"{b.base_url}/v1/completions", json=body, timeout=TIMEOUT, trust_env=False)
+    return response.raise_for_status().json()["choices"][0]["logprobs"]["top_logprobs"][0]
 
 
 def nearly_tied(top: dict[str, float], first: int, second: int) -> bool:

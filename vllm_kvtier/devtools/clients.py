@@ -1,4 +1,7 @@
-"""Requests to engines and proxies, and the engines' counters, for the demo, the tests and the benchmarks."""
+"""Requests to engines and proxies, and the engines' counters, for the demo, the tests and the benchmarks.
+
+They go there directly, not through the HTTP proxy that the environment names (``trust_env=False``).
+"""
 
 import json
 import re
@@ -48,7 +51,7 @@ class PromptTokens(msgspec.Struct, frozen=True):
 
 def prompt_tokens(base_url: str) -> PromptTokens:
     """Read an engine's counters. Raises httpx.HTTPError if it does not answer."""
-    response = httpx.get(f"{base_url}/metrics", timeout=TIMEOUT)
+    response = httpx.get(f"{base_url}/metrics", timeout=TIMEOUT, trust_env=False)
     response.raise_for_status()
     by_source = {"local_compute": 0, "local_cache_hit": 0, "external_kv_transfer": 0}
     for source, value in _SOURCE.findall(response.text):
@@ -87,7 +90,7 @@ def chat(
 
 def _whole(base_url: str, path: str, body: dict[str, Any], headers: Mapping[str, str] | None = None) -> Answer:
     started = time.monotonic()
-    response = httpx.post(f"{base_url}/v1/{path}", json=body, headers=headers, timeout=TIMEOUT)
+    response = httpx.post(f"{base_url}/v1/{path}", json=body, headers=headers, timeout=TIMEOUT, trust_env=False)
     seconds = time.monotonic() - started
     _check(response)
     document = response.json()
@@ -109,7 +112,7 @@ def _streamed(base_url: str, path: str, body: dict[str, Any], headers: Mapping[s
     body = {**body, "stream": True, "stream_options": {"include_usage": True}}
     started = time.monotonic()
     url = f"{base_url}/v1/{path}"
-    with httpx.stream("POST", url, json=body, headers=headers, timeout=TIMEOUT) as response:
+    with httpx.stream("POST", url, json=body, headers=headers, timeout=TIMEOUT, trust_env=False) as response:
         if response.status_code != 200:
             response.read()
             _check(response)
