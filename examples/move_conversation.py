@@ -6,8 +6,8 @@ memory with A. Four moves of three conversations:
 
   slice ends    to B. The client has A generate in slices (`max_tokens`), each from the end of the last one. After the
   last slice A retains its blocks for a while (`bidirectional`). A's answer has its address (`remote_host`,
-  `remote_port` in `kv_transfer_params`); B gets this address and pulls the blocks from A's cache. mid-stream    to C,
-  at any token: the client closes A's stream and sends C the prompt and the tokens so far. Whole blocks are in the
+  `remote_port` in `kv_transfer_params`); B gets it among its `sources`, and pulls the blocks from A's cache. mid-stream
+  to C, at any token: the client closes A's stream and sends C the prompt and the tokens so far. Whole blocks are in the
   node's memory, or C copies them from A's cache. killed        A is killed in mid-stream. B finds no blocks and
   computes. C loads them from the node's memory.
 
@@ -173,7 +173,7 @@ def sliced(a: Engine, t: Talk) -> tuple[list[int], str, dict[str, Any]]:
         prompt = t.prompt + produced
         part = complete(a.base_url, prompt, max_tokens=SLICE, ignore_eos=True, kv_transfer_params={"kvtier": {}})
         produced, text = produced + part.token_ids, text + part.text
-    return produced, text, {name: (part.params or {}).get(name) for name in ("remote_host", "remote_port")}
+    return produced, text, {name: (part.params or {}).get(f"remote_{name}") for name in ("host", "port")}
 
 
 def streamed(a: Engine, t: Talk, then: Callable[[], None] = lambda: None) -> tuple[list[int], str]:
@@ -194,7 +194,8 @@ def streamed(a: Engine, t: Talk, then: Callable[[], None] = lambda: None) -> tup
 
 def go_on(one: Engine, t: Talk, produced: list[int], text: str, source: dict[str, Any] | None = None) -> Moved:
     """Continue after these tokens on ``one``: first one token, for its time and the transferred KV, then the rest."""
-    asked = {"kvtier": {}, **(source or {})}  # `kvtier`: the answer is to say where its KV came from
+    # `kvtier`: the answer is to say where its KV came from
+    asked = {"kvtier": {"sources": [source]} if source else {}}
     since = time.monotonic()
     first = complete(one.base_url, t.prompt + produced, max_tokens=1, ignore_eos=True, kv_transfer_params=asked)
     gap = time.monotonic() - since

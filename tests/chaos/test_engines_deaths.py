@@ -5,7 +5,7 @@ import random
 from contextlib import asynccontextmanager
 
 import pytest
-from engine_client import PREFILL, Refused, random_tokens
+from engine_client import PREFILL, Refused, random_tokens, with_sources
 from engine_fixtures import SHORT
 
 from vllm_kvtier.devtools.processes import free_port
@@ -163,8 +163,7 @@ async def test_prefill_engine_query_of_stopped_source_times_out(trio, driver):
     rng = random.Random("stopped source")
     prompt = random_tokens(rng, 300)
     reply = await driver.ask(trio.decode, prompt)
-    host, port = trio.decode.kv_address.rsplit(":", 1)
-    params = {**PREFILL, "remote_host": host, "remote_port": int(port)}
+    params = with_sources(trio.decode)
     trio.decode.pause()
     try:
         first = await driver.prefill(trio.prefill, [*prompt, *reply.tokens, 400], params)
@@ -179,11 +178,8 @@ async def test_pull_from_address_of_no_engine_recomputes_within_timeout(trio, dr
     """A port that accepts and never answers, or answers with anything else."""
     rng = random.Random(f"no engine {answer}")
     async with listening(answer) as port:
-        address = {"remote_host": "127.0.0.1", "remote_port": port}
-        for params in (
-            {**PREFILL, **address},
-            {"do_remote_prefill": True, "do_remote_decode": False, "remote_request_id": "x", **address},
-        ):
+        address = {"remote_host": "127.0.0.1", "remote_port": port, "remote_request_id": "kvtier/x"}
+        for params in ({**PREFILL, **address}, {"do_remote_prefill": True, "do_remote_decode": False, **address}):
             prompt = random_tokens(rng, 100)
             reply = await driver.ask(trio.decode, prompt, 8, params)
             assert reply.pulled == 0 and reply.seconds < SHORT["handshake_timeout"] + SLACK
@@ -193,7 +189,7 @@ async def test_pull_from_address_of_no_engine_recomputes_within_timeout(trio, dr
 async def test_pull_from_address_without_listener_recomputes(trio, driver):
     prompt = random_tokens(random.Random("nobody"), 100)
     address = {"remote_host": "127.0.0.1", "remote_port": free_port()}
-    params = {"do_remote_prefill": True, "remote_request_id": "x", **address}
+    params = {"do_remote_prefill": True, "remote_request_id": "kvtier/x", **address}
     for engine in (trio.decode, trio.strict):  # nothing was loaded that could fail: also the strict one computes
         reply = await driver.ask(engine, prompt, 8, params)
         assert reply.pulled == 0 and reply.seconds < SHORT["handshake_timeout"] + SLACK

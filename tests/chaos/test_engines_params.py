@@ -89,10 +89,10 @@ async def test_any_kv_transfer_params_leave_engines_running_and_correct(fleet, d
     closed = {"remote_host": "127.0.0.1", "remote_port": free_port()}
     handmade = [
         {"do_remote_prefill": True, **address},  # no export
-        {"do_remote_prefill": True, **address, "remote_request_id": "never was"},
-        {"do_remote_prefill": True, **closed, "remote_request_id": "no such request"},
-        {"do_remote_prefill": True, "do_remote_decode": True, **address, "remote_request_id": "both"},
-        {"do_remote_decode": True, **address},  # the prefill engine is named as its own peer
+        {"do_remote_prefill": True, **address, "remote_request_id": "kvtier/never was"},
+        {"do_remote_prefill": True, **closed, "remote_request_id": "kvtier/no such request"},
+        {"do_remote_prefill": True, "do_remote_decode": True, **address, "remote_request_id": "kvtier/both"},
+        {"do_remote_decode": True, **address, "remote_request_id": "kvtier/me"},  # names itself
         {"do_remote_decode": True, "kvtier": {"sources": [{"host": "127.0.0.1", "port": free_port()}] * 50}},
         {"do_remote_decode": True, "kvtier": nested(60)},
         {"kvtier": nested(200)},

@@ -39,7 +39,7 @@ from vllm_kvtier.wire import messages as m
 HASH_BLOCK_SIZE = 4
 BLOCKS = 48
 PREFILL = {"do_remote_decode": True}
-HANDOFF = {"do_remote_prefill": True, "remote_host": "h", "remote_port": 1, "remote_request_id": "x"}
+HANDOFF = {"do_remote_prefill": True, "remote_host": "h", "remote_port": 1, "remote_request_id": "kvtier/x"}
 
 
 class ReadyPeers:
@@ -202,7 +202,7 @@ class Engine:
         rng = self.rng
         tokens = [int(rng.random() < 0.3) for _ in range(rng.randint(1, 3 * HASH_BLOCK_SIZE))]
         repeat = rng.randint(0, 4)
-        params = rng.choice([None, PREFILL, PREFILL, HANDOFF, {**PREFILL, "remote_host": "h", "remote_port": 1}])
+        params = rng.choice([None, PREFILL, PREFILL, HANDOFF, {**HANDOFF, **PREFILL}])
         self.made += 1
         name = f"r{self.made}"
         if params is not None and params.get("do_remote_decode") and rng.random() < 0.7:

@@ -34,6 +34,8 @@ GROUPS = {
     "chunks": [(HASH_BLOCK_SIZE, None), chunked(HASH_BLOCK_SIZE, 3 * HASH_BLOCK_SIZE)],
     "sizes": [(2 * HASH_BLOCK_SIZE, None), (HASH_BLOCK_SIZE, None)],
 }
+HANDOFF = {"do_remote_prefill": True, "remote_host": "a", "remote_port": 1, "remote_request_id": "kvtier/e"}
+SOURCE = {**HANDOFF, "do_remote_prefill": False, "do_remote_decode": True}
 CODES = [
     "no_matching_blocks", "unknown_export", "digest_mismatch", "checksums_not_ready", "peer_restarted",
     "namespace_mismatch", "timeout", "unreachable", "malformed",
@@ -65,9 +67,9 @@ class Machine(RuleBasedStateMachine):
         self.made += 1
         params = {
             "plain": None,
-            "handoff": {"do_remote_prefill": True, "remote_host": "a", "remote_port": 1, "remote_request_id": "e"},
+            "handoff": HANDOFF,
             "sources": {
-                "do_remote_decode": True, "remote_host": "a", "remote_port": 1,
+                **SOURCE,
                 "kvtier": {"sources": [{"host": "b", "port": 2}, {"host": "me", "port": 9}, {"host": "a", "port": 1}]},
             },
             "broken": {"do_remote_prefill": True, "remote_host": "²", "remote_port": "²"},
@@ -334,7 +336,6 @@ def matcher(groups=((HASH_BLOCK_SIZE, None),), **options):
     return make_matcher(load_context(groups, HASH_BLOCK_SIZE, peers, config=config)), peers
 
 
-HANDOFF = {"do_remote_prefill": True, "remote_host": "a", "remote_port": 1, "remote_request_id": "e"}
 
 
 @pytest.fixture(autouse=True)
@@ -426,8 +427,7 @@ def test_matcher_handoff_is_kept_when_vllm_evicts_what_was_there(before):
 @pytest.mark.parametrize("answered", [False, True])
 def test_matcher_asks_retained_blocks_again_once_from_where_vllm_begins(answered):
     made, peers = matcher()
-    params = {"do_remote_decode": True, "remote_host": "a", "remote_port": 1}
-    request = make_request("r", list(range(40)), HASH_BLOCK_SIZE, params)
+    request = make_request("r", list(range(40)), HASH_BLOCK_SIZE, SOURCE)
     assert made.match(request, 16) == (None, False)
     if answered:
         peers.answer(peers.open[0], peers.offer(peers.open[0], 40))
@@ -452,8 +452,7 @@ def test_matcher_requests_of_one_prefix_wait_for_one_hung_load_in_all(monkeypatc
     peers, groups = FakePeers([(HASH_BLOCK_SIZE, None)], lambda: now[0]), [(HASH_BLOCK_SIZE, None)]
     config = KVTierConfig(bidirectional=True, pull_threshold=4)
     made = make_matcher(load_context(groups, HASH_BLOCK_SIZE, peers, config=config))
-    params = {"do_remote_decode": True, "remote_host": "a", "remote_port": 1}
-    requests = [make_request(f"r{i}", [*range(40), i], HASH_BLOCK_SIZE, params) for i in range(4)]
+    requests = [make_request(f"r{i}", [*range(40), i], HASH_BLOCK_SIZE, SOURCE) for i in range(4)]
 
     def load(request):
         assert made.match(request, 0) == (None, False) and len(peers.open) == 1, "it waits for another request"
@@ -537,7 +536,7 @@ def test_matcher_hits_of_any_shape_never_raise(data):
     groups = GROUPS[data.draw(st.sampled_from(sorted(GROUPS)))]
     made, peers = matcher(groups)
     params = data.draw(
-        st.sampled_from([HANDOFF, {"do_remote_decode": True, "remote_host": "a", "remote_port": 1}])
+        st.sampled_from([HANDOFF, SOURCE])
     )
     request = make_request("r", list(range(data.draw(st.integers(8, 40)))), HASH_BLOCK_SIZE, params)
     if made.match(request, 0)[0] is None:

@@ -72,8 +72,8 @@ class Life(World):
         tokens = [rng.randrange(2)] * rng.randint(0, 8 * HASH_BLOCK_SIZE) + [
             rng.randrange(9) for _ in range(rng.randint(1, 9))
         ]
-        peer = {"do_remote_decode": True, "remote_host": "a", "remote_port": 1}
-        handoff = {"do_remote_prefill": True, "remote_host": "a", "remote_port": 1, "remote_request_id": "e"}
+        peer = {"do_remote_decode": True, "remote_request_id": "kvtier/e", "remote_host": "a", "remote_port": 1}
+        handoff = {"do_remote_prefill": True, "remote_host": "a", "remote_port": 1, "remote_request_id": "kvtier/e"}
         request = make_request(f"r{self.made}", tokens, HASH_BLOCK_SIZE, rng.choice([None, None, peer, handoff]))
         self.live[request.request_id] = SimpleNamespace(request=request, status="waiting", offset=0)
         if self.alone and rng.random() < 0.6:

@@ -80,7 +80,7 @@ def test_store_source_whole_prompt_queries_no_peer():
 
 def test_store_source_is_used_after_refused_handoff():
     world = World(ONE)
-    handoff = {"do_remote_prefill": True, "remote_host": "a", "remote_port": 1, "remote_request_id": "e"}
+    handoff = {"do_remote_prefill": True, "remote_host": "a", "remote_port": 1, "remote_request_id": "kvtier/e"}
     request = make_request("r", list(range(34)), HASH_BLOCK_SIZE, handoff)
     world.store(request)
     assert world.matcher.match(request, 0) == (None, False) and not world.client.open
@@ -233,7 +233,7 @@ def test_attention_hits_end_before_the_states_of_the_handoff(exported, longest):
     """Behind it nothing has states: vLLM would go back to what all groups have, and the hand-off be dropped."""
     world = World(GROUPS["states"])
     own = {} if exported is None else {"instance": "a/1", "num_tokens": exported, "digest": "00"}
-    handoff = {"do_remote_prefill": True, "remote_host": "a", "remote_port": 1, "remote_request_id": "e"}
+    handoff = {"do_remote_prefill": True, "remote_host": "a", "remote_port": 1, "remote_request_id": "kvtier/e"}
     handoff |= {"remote_block_ids": [[1]], "kvtier": own}
     request = make_request("r", list(range(40)), HASH_BLOCK_SIZE, handoff)
     assert world.matcher.longest_local_hit(request) == longest - 4  # ``pull_threshold``
@@ -245,7 +245,7 @@ def test_attention_hits_end_before_the_states_of_the_handoff(exported, longest):
 def test_store_is_asked_from_the_common_hit_after_a_failed_handoff(local):
     """While a hand-off may bring the states vLLM has attention's own hit, and without it only what all groups have."""
     world = World(GROUPS["states"])
-    handoff = {"do_remote_prefill": True, "remote_host": "a", "remote_port": 1, "remote_request_id": "e"}
+    handoff = {"do_remote_prefill": True, "remote_host": "a", "remote_port": 1, "remote_request_id": "kvtier/e"}
     request = make_request("r", list(range(40)), HASH_BLOCK_SIZE, handoff)
     world.store(request, 24)
 

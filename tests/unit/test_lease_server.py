@@ -126,7 +126,7 @@ def test_export_outlives_handoff_seconds_while_its_request_is_queued(make, end, 
     source.table.add(export(seconds=1.0))
     source.endpoint.changed()
     matcher = make_matcher(load_context([(HASH_BLOCK_SIZE, None)], HASH_BLOCK_SIZE, asker.peers))
-    params = {"do_remote_prefill": True, "remote_request_id": "e"}
+    params = {"do_remote_prefill": True, "remote_request_id": "kvtier/e"}
     params |= {"remote_host": source.address[0], "remote_port": source.address[1]}
     for request_id, seconds in (("q", 30.0), ("r", 1.0)):
         params |= {"kvtier": {"export": {"q": "other", "r": "e"}[request_id], "expires_in": seconds}}

@@ -121,7 +121,7 @@ def test_handoff_of_unknown_length_is_asked_up_to_where_exports_end(prompt, know
         [(SIZE, None)], SIZE, peers, config=KVTierConfig(pull_threshold=1), info={"left_behind": "RingSpec"}
     )
     matcher = RequestMatcher(load, [FollowedPrefillSource(load), PrefillHandoffSource(load)])
-    params = {"do_remote_prefill": True, "remote_host": "p", "remote_port": 1, "remote_request_id": "e"}
+    params = {"do_remote_prefill": True, "remote_host": "p", "remote_port": 1, "remote_request_id": "kvtier/e"}
     own = {"follow": follow, "num_tokens": known, "instance": "p/1", "digest": ""}
     request = make_request("r", list(range(prompt)), SIZE, {**params, "remote_block_ids": [], "kvtier": own})
     assert matcher.match(request, 0) == (None, False)

@@ -123,7 +123,7 @@ def test_prefetched_lookup_serves_longer_local_prefix(world):
 
 @pytest.mark.parametrize("why", ["handoff", "log-probabilities", "cannot_beat_compute", "short", "cached"])
 def test_lookup_prefetch_skips_ineligible_requests(world, why):
-    handoff = {"do_remote_prefill": True, "remote_host": "a", "remote_port": 1, "remote_request_id": "e"}
+    handoff = {"do_remote_prefill": True, "remote_host": "a", "remote_port": 1, "remote_request_id": "kvtier/e"}
     [request] = requests(
         1, HASH_BLOCK_SIZE - 1 if why == "short" else 5 * HASH_BLOCK_SIZE + 1, handoff if why == "handoff" else None
     )

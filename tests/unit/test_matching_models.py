@@ -17,8 +17,8 @@ from vllm_kvtier.vllm_compat.engine_info import EngineInfo, _supports_partial_pr
 from vllm_kvtier.wire import messages as m
 
 HASH_BLOCK_SIZE = 4
-HANDOFF = {"do_remote_prefill": True, "remote_host": "a", "remote_port": 1, "remote_request_id": "e"}
-SOURCE = {"do_remote_decode": True, "remote_host": "a", "remote_port": 1}
+HANDOFF = {"do_remote_prefill": True, "remote_host": "a", "remote_port": 1, "remote_request_id": "kvtier/e"}
+SOURCE = {"do_remote_decode": True, "remote_request_id": "kvtier/e", "remote_host": "a", "remote_port": 1}
 
 
 class Peers:

@@ -26,8 +26,8 @@ from vllm_kvtier.shapes.read_paths import ReadPath
 from vllm_kvtier.vllm_compat import requests as vr
 from vllm_kvtier.wire import messages as m
 
-HANDOFF = {"do_remote_prefill": True, "remote_host": "a", "remote_port": 1, "remote_request_id": "e"}
-PEERS = {"kvtier_peers": ["a:1"], "do_remote_decode": True, "remote_host": "a", "remote_port": 1}
+HANDOFF = {"do_remote_prefill": True, "remote_host": "a", "remote_port": 1, "remote_request_id": "kvtier/e"}
+PEERS = {**HANDOFF, "kvtier_peers": ["a:1"], "do_remote_prefill": False, "do_remote_decode": True}
 SIZES = [4, 8, 16]
 PAIRS = [pair for pair in itertools.product(SIZES, SIZES) if pair[0] != pair[1]]
 HASH_FN = get_hash_fn_by_name("sha256_cbor")

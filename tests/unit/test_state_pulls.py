@@ -195,7 +195,8 @@ def _with(t, pending):
 def test_handoff_source_asks_for_what_the_export_has(said, asked):
     """A prefill engine that has no state behind the last token but one exports less, and says how much."""
     ours = {} if said is None else {"instance": "i", "num_tokens": said, "digest": "00" * 16}
-    params = {"do_remote_prefill": True, "remote_host": "h", "remote_port": 1, "remote_request_id": "x", "kvtier": ours}
+    params = {"do_remote_prefill": True, "remote_host": "h", "remote_port": 1, "remote_request_id": "kvtier/x"}
+    params["kvtier"] = ours
     params["remote_block_ids"] = [[1], [1]]
     peers = Peers()
     source = PrefillHandoffSource(load_context(GROUPS, SIZE, peers))

@@ -32,7 +32,7 @@ from vllm_kvtier.wire import messages as m
 SIZE = 4
 BYTES = 1000  # of a block
 KV = {"do_remote_prefill": True, "remote_host": "a", "remote_port": 1}
-HANDOFF = {**KV, "remote_request_id": "e"}
+HANDOFF = {**KV, "remote_request_id": "kvtier/e"}
 FOLLOWED = {**KV, "kvtier": {"export": "e", "follow": True}}
 RETAINED = {"do_remote_decode": True, "kvtier": {"sources": [{"host": "a", "port": 1}]}}
 

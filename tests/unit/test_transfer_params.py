@@ -27,13 +27,22 @@ FIELDS = [
 ]  # fmt: skip
 OURS = ["export", "sources", "stores", "host", "port", "v"]
 
+HANDOFF = {
+    "do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": "e", "remote_request_id": "kvtier/r",
+    "remote_host": "10.1.2.3", "remote_port": "5600", "remote_block_ids": [[1]], "tp_size": 1,
+}  # fmt: skip
+NIXL_V2 = {  # what llm-d's sidecar and Dynamo send (/docs/guides/llm-d.md, dynamo.md)
+    "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
+    "remote_host": None, "remote_port": None,
+}  # fmt: skip
+
 json_values = st.recursive(
     st.none()
     | st.booleans()
     | st.integers()
     | st.floats()
     | st.text()
-    | st.sampled_from(["²", "9" * 5000, "٣", "-1", "0", "80", "65536", "127.0.0.1", "a b", "\x00", "\ud800"]),
+    | st.sampled_from(["kvtier/e", "²", "9" * 5000, "٣", "-1", "80", "65536", "127.0.0.1", "a b", "\x00", "\ud800"]),
     lambda inner: st.lists(inner, max_size=10)
     | st.dictionaries(st.sampled_from(FIELDS + OURS) | st.text(max_size=3), inner, max_size=6),
     max_leaves=20,
@@ -70,26 +79,27 @@ def test_transfer_params_any_value_does_not_raise(params):
 
 @pytest.mark.parametrize("port", ["²", "9" * 5000, 0, 65536, -1, True, 80.0, None, "", " 80"])
 def test_transfer_params_invalid_port_is_absent(port):
-    params = {"do_remote_prefill": True, "remote_host": "127.0.0.1", "remote_port": port, "remote_request_id": "r"}
-    assert read(params) == Hints(asked=True)
+    assert read({**HANDOFF, "remote_host": "127.0.0.1", "remote_port": port}) == Hints(asked=True)
 
 
 def test_transfer_params_with_nixl_names_only_are_read():
-    params = {
-        "do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": "e", "remote_request_id": "r",
-        "remote_host": "10.1.2.3", "remote_port": "5600", "remote_block_ids": [[1]], "tp_size": 1,
-    }  # fmt: skip
-    assert read(params) == Hints(handoff=PrefillHandoff(("10.1.2.3", 5600), "r"), asked=True)
+    """Routers may copy the fields that they know, and drop ``kvtier``."""
+    assert read(HANDOFF) == Hints(handoff=PrefillHandoff(("10.1.2.3", 5600), "r"), asked=True)
     assert read({"do_remote_decode": True, "remote_host": None, "remote_port": None}) == Hints(
         export_prefill=True, asked=True
     )
     for host in ("localhost", "node-7.cluster.local", "::1", "[fe80::1]", "fe80::1%eth0"):
-        assert read({"remote_host": host, "remote_port": 1, "do_remote_decode": True}).peers == ((host, 1),)
+        assert read({**HANDOFF, **NIXL_V2, "remote_host": host, "remote_port": 1}).peers == ((host, 1),)
 
 
-def test_transfer_params_empty_export_is_no_handoff():
-    assert read({"do_remote_prefill": True, "remote_host": "h", "remote_port": 1, "remote_request_id": ""}) == Hints(
-        asked=True
+@pytest.mark.parametrize("name", ["r", "", "kvtier", "kvtier/", 7, None, ["kvtier/r"]])
+@pytest.mark.parametrize("ours", [{}, {"kvtier": {"v": 1, "prompt_tokens": 9}}, {"kvtier": {"export": 7}}])
+def test_transfer_params_that_name_no_export_of_ours_name_no_address(name, ours):
+    """A message of ours ends the thread of NixlConnector that answers there. Its engine may have ours beside it."""
+    params = {**HANDOFF, "remote_request_id": name, **ours}
+    assert read(params) == Hints(asked=True)
+    assert read({**params, "do_remote_prefill": False, "do_remote_decode": True}) == Hints(
+        export_prefill=True, asked=True
     )
 
 
@@ -99,6 +109,7 @@ def test_transfer_params_round_trip():
     written = write(export, "e", "e/1", ("h", 7), 30.0, 1, report(33, 0, 0, None))
     written = json.loads(json.dumps(written))
     assert read(written) == Hints(handoff=PrefillHandoff(("h", 7), "x"), asked=True)
+    assert read({k: v for k, v in written.items() if k != "kvtier"}) == read(written), "routers may drop ours"
     assert read(written).handoff.expires_in == 30.0
     bad = [(value, math.inf) for value in (0, -1.0, math.nan, True, "8", None, [8])]
     for seconds, kept in [(0.001, MIN_EXPIRES_IN), (10**400, 10**400), *bad]:
@@ -134,11 +145,6 @@ def test_transfer_params_name_only_stores_that_the_node_store_accepts():
     assert decode_request(encode(lookup)) == lookup
 
 
-# What llm-d's sidecar and Dynamo send (/docs/guides/llm-d.md, dynamo.md).
-NIXL_V2 = {
-    "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
-    "remote_host": None, "remote_port": None,
-}  # fmt: skip
 DECODER = {"remote_decoder": {"kv_request_id": "4b2f"}}
 PEER = {"kv_request_id": "4b2f", "remote_host": "10.0.0.7", "remote_port": 7777}
 

@@ -10,6 +10,7 @@ from typing import Any
 from vllm_kvtier.codecs import Codec, choice
 from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.containment import Containment
+from vllm_kvtier.logs import get_logger
 from vllm_kvtier.scheduler.admin.admin_requests import AdminRequests
 from vllm_kvtier.scheduler.admin.gauges import Gauges
 from vllm_kvtier.scheduler.admin.store_admin import StoreAdmin
@@ -44,7 +45,7 @@ from vllm_kvtier.scheduler.sources.slot_layout import NamespaceIds
 from vllm_kvtier.scheduler.sources.store_source import StoreSource
 from vllm_kvtier.vllm_compat import weights
 from vllm_kvtier.vllm_compat.engine_info import BlockIds, EngineInfo
-from vllm_kvtier.vllm_compat.hooks import rollback
+from vllm_kvtier.vllm_compat.hooks import other_connectors, rollback
 from vllm_kvtier.vllm_compat.hooks.block_pool import BlockPool
 from vllm_kvtier.vllm_compat.hooks.idle_hook import EngineThread
 from vllm_kvtier.vllm_compat.probe.features import granted
@@ -53,6 +54,8 @@ from vllm_kvtier.wire import link as m
 from vllm_kvtier.wire.auth import ClusterKey
 from vllm_kvtier.wire.link import LinkServer
 from vllm_kvtier.wire.reactor import Reactor
+
+logger = get_logger(__name__)
 
 
 class SchedulerParts(ABC):
@@ -81,7 +84,7 @@ class SchedulerParts(ABC):
             self._on_idle,
             containment,
             connector,
-            lambda engine: rollback.set_failure_policy(engine, config.kv_load_failure_policy),
+            lambda engine: self._meet_scheduler(engine, connector),
         )
         self._reactor = Reactor("kvtier-scheduler")
         self._link = LinkServer(self._reactor, link_path, lambda message: self._access.on_message(message))
@@ -161,6 +164,15 @@ class SchedulerParts(ABC):
         )
         identity.start(self._engine.wake)
         self._start()
+
+    def _meet_scheduler(self, scheduler: Any, connector: Any) -> None:
+        """vLLM's scheduler is known, before it has the first request."""
+        rollback.set_failure_policy(scheduler, self._config.kv_load_failure_policy)
+        if other := other_connectors.handing_off(scheduler, connector):
+            self._exporter.exports = False
+            logger.info(
+                "kvtier: connector: in this MultiConnector hand-offs are left to %s; ours only stores and loads", other
+            )
 
     def _followed(self, block_ids: BlockIds) -> BlockIds:
         """Of new blocks by vLLM's groups, those of the groups that we follow. The others' get new content too."""

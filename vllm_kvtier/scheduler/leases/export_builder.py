@@ -57,6 +57,7 @@ class ExportBuilder:
         self._deferred: list[tuple[ChecksumEntry, bytes]] = []  # with the hash of what they hold
         self._deferred_since = 0  # step
         self._hasten = False
+        self.exports = True  # whether any request is exported: not beside another connector that does this
         self.urgent = False  # a peer waits for this step's checksums
         self.step = 0
         # Prefills that other engines know by name before they end (``Hints.export_as``): names of all that vLLM has
@@ -70,11 +71,13 @@ class ExportBuilder:
 
     def prepare(self, request: Any) -> None:
         """vLLM will schedule this request (its own object)."""
-        if self._states and self._partial and read(request.kv_transfer_params).export_prefill:
+        if self._states and self._partial and self.exports and read(request.kv_transfer_params).export_prefill:
             vr.leave_last_token(request, self._hash_block_size)
 
     def kind(self, state: RequestState) -> LeaseKind | None:
         """How this request will be exported when it ends well; None if not at all."""
+        if not self.exports:
+            return None
         if state.hints.export_prefill:
             return LeaseKind.HANDOFF
         return LeaseKind.RETAINED if self._config.bidirectional else None

@@ -3,6 +3,10 @@
 vLLM's NixlConnector names are at the top level and are what we trust for addresses (routers rewrite
 ``remote_host``); everything of ours is in one nested dict, ``kvtier``. Values come from clients: nothing here
 raises, what is malformed is as good as absent.
+
+An address at the top level is used only if the params say that it is one of ours: the thread of NixlConnector that
+answers at such an address ends at any message that is not its own. Routers may drop ``kvtier``, so that
+``remote_request_id`` says it too.
 """
 
 import math
@@ -19,6 +23,7 @@ Address = tuple[str, int]  # host, port
 _HOST = re.compile(r"[A-Za-z0-9._:%\[\]-]{1,255}")
 _PORT = re.compile(r"[0-9]{1,5}")
 VERSION = 1
+MARK = "kvtier/"  # before the export's name, in ``remote_request_id``
 MAX_PEERS = 8
 MIN_EXPIRES_IN = 1.0  # seconds; messages that keep all exports are sent three times in the shortest such time
 
@@ -79,11 +84,11 @@ def read(params: Any) -> Hints:
         return Hints()
     ours = params.get("kvtier")
     ours = ours if isinstance(ours, dict) else {}
-    remote = _address(params.get("remote_host"), params.get("remote_port"))
+    export = _export_name(ours.get("export")) or _marked_name(params.get("remote_request_id"))
+    remote = _address(params.get("remote_host"), params.get("remote_port")) if export else None
     stores = _stores(ours.get("stores"))
     if params.get("do_remote_prefill"):
-        export = _export_name(ours.get("export") or params.get("remote_request_id"))
-        if remote and export:
+        if remote:
             early, follow = _early_read_info(params, ours), ours.get("follow") is True
             handoff = PrefillHandoff(remote, export, early, follow, _expires_in(ours.get("expires_in")))
             return Hints(handoff=handoff, stores=stores, asked=True)
@@ -101,6 +106,10 @@ def read(params: Any) -> Hints:
 
 def _export_name(value: Any) -> str:
     return value if isinstance(value, str) and len(value) <= 512 and _is_text(value) else ""
+
+
+def _marked_name(value: Any) -> str:
+    return _export_name(value.removeprefix(MARK)) if isinstance(value, str) and value.startswith(MARK) else ""
 
 
 def _expires_in(value: Any) -> float:
@@ -157,7 +166,7 @@ def write(
         "do_remote_prefill": prefill,
         "do_remote_decode": not prefill,
         "remote_engine_id": engine_id,
-        "remote_request_id": export.id,
+        "remote_request_id": MARK + export.id,
         "remote_host": address[0],
         "remote_port": address[1],
         "remote_block_ids": [group.ids for group in export.groups],
@@ -180,5 +189,6 @@ def write(
 
 
 def write_report(report: dict[str, Any]) -> dict[str, Any]:
-    """Params for the answer of a request that exports nothing: only where its KV came from."""
-    return {"do_remote_prefill": False, "do_remote_decode": False, "kvtier": {"v": VERSION, **report}}
+    """Params for the answer of a request that exports nothing: only where its KV came from. No field of
+    NixlConnector's: beside ours in a MultiConnector it answers them (``vllm_compat.hooks.other_connectors``)."""
+    return {"kvtier": {"v": VERSION, **report}}

@@ -1,0 +1,53 @@
+"""Our connector beside another one that hands prefills off: vLLM's MultiConnector raises if both answer a field."""
+
+import pytest
+from support import make_request
+from test_engine_thread import BLOCK, KVTIER, OTHER, engine, kvtier  # noqa: F401
+from vllm.v1.request import RequestStatus
+
+from vllm_kvtier.vllm_compat.hooks.other_connectors import handing_off
+
+NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
+RETAINING = {
+    **KVTIER, "kv_connector_extra_config": {"store": "off", "bidirectional": True, "model_fingerprint": "the model"},
+}  # fmt: skip
+PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
+EXPORTED = {"do_remote_prefill", "do_remote_decode", "remote_host", "remote_request_id", "kvtier"}
+
+
+def answer(core, params):
+    """The params that vLLM answers a request with which reached its length. The workers are known."""
+    half = kvtier(core)._scheduler
+    half._engine.look_at(core)  # as at any request
+    half._endpoint.unusable = None
+    request = make_request("r", list(range(3 * BLOCK)), BLOCK, params=params)
+    core.scheduler.add_request(request)
+    core.scheduler.schedule()
+    request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+    blocks = core.scheduler.kv_cache_manager.get_block_ids("r")
+    _, found = core.scheduler.connector.request_finished_all_groups(request, blocks)
+    return found
+
+
+@pytest.mark.parametrize("params", [PREFILL, {"kvtier": {}}, {**PREFILL, "kvtier": {"export_as": "e"}}])
+@pytest.mark.parametrize("children", [(RETAINING, NIXL), (NIXL, RETAINING)], ids=["before", "behind"])
+def test_beside_nixl_connector_hand_offs_are_its_own(engine, children, params):  # noqa: F811
+    core = engine(*children)
+    found = answer(core, params)
+    assert found["kvtier"]["prompt_tokens"] == 3 * BLOCK and "export" not in found["kvtier"]
+    assert ("remote_host" in found) == ("do_remote_decode" in params), "NixlConnector's"
+    exports = kvtier(core)._scheduler._exports
+    assert not exports.has_handoffs() and not exports.retained_blocks()
+
+
+@pytest.mark.parametrize("children", [(RETAINING,), (RETAINING, OTHER)], ids=["alone", "beside"])
+def test_alone_and_beside_a_connector_that_stores_hand_offs_are_ours(engine, children):  # noqa: F811
+    core = engine(*children)
+    assert set(answer(core, PREFILL)) >= EXPORTED and kvtier(core)._scheduler._exports.has_handoffs()
+
+
+def test_connectors_in_a_multi_connector_within_another_are_looked_at(engine):  # noqa: F811
+    multi = {"kv_connector": "MultiConnector", "kv_role": "kv_both"}
+    inner = {**multi, "kv_connector_extra_config": {"connectors": [NIXL, OTHER]}}
+    core = engine(KVTIER, inner)
+    assert handing_off(core.scheduler, kvtier(core)).startswith("Nixl")
