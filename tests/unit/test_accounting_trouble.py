@@ -32,7 +32,7 @@ from vllm_kvtier.scheduler.admin.explain import MAX_SPANS, spans_in_tokens
 from vllm_kvtier.scheduler.leases.lease_client import REFUSAL_CODES, LeaseClient, PendingLease, _Connection
 from vllm_kvtier.scheduler.leases.lease_server import SERVE_AFTER_REFUSAL_SECONDS
 from vllm_kvtier.scheduler.matching.request_lifecycle import RequestLifecycle, State
-from vllm_kvtier.scheduler.matching.request_state import RequestState
+from vllm_kvtier.scheduler.matching.request_state import LoadUnderWay, RequestState
 from vllm_kvtier.scheduler.matching.transfer_params import read
 from vllm_kvtier.scheduler.planner.load_planner import LoadDecision
 from vllm_kvtier.scheduler.sources.base import Candidate, LookupHit, LookupMiss
@@ -298,6 +298,27 @@ def test_doctor_older_engine_is_not_reported_as_hung(monkeypatch):
         engine.stop()
     assert check.state == "warn" and "older" in check.message and "scheduler" not in check.message
     assert "same vllm-kvtier" in check.fix
+
+
+@pytest.mark.parametrize(
+    "seconds, fenced, reason, observed",
+    [
+        (60.5, 0.0, "the load did not end within 60 s", [60.5]),
+        (60.5, 20.0, "the load did not end within 60 s", [40.5]),
+        (61.0, 0.0, ABORTED, []),
+        (5.0, 0.0, "the connection broke", []),
+    ],
+)
+def test_planner_learns_from_a_load_that_was_stopped_at_its_time_limit(seconds, fenced, reason, observed):
+    plan, load = LoadDecision(True, 0.01, 0.1, "faster", 7), LoadUnderWay("host", 100, None)
+    world, told = World(State.LOADING, plan=plan, under_way=load), []
+    world.t.hit = LookupHit(source_of(world.matcher, "peer_gpu"), "b/1", 5, 0, 96, [[1]], nbytes=10)
+    if reason == ABORTED:
+        world.t.life.state = State.ABANDONED
+    world.outcomes._planner = SimpleNamespace(observe_timeout=lambda *args: told.append(args))
+    world.matcher._planner = SimpleNamespace(ended=lambda *_: None)
+    world.outcomes.arrived([LoadResult("r", {1}, reason, 10, seconds, 0.0, fenced=fenced)], {"r"})
+    assert told == [("host", 100, 7, each) for each in observed]
 
 
 @pytest.mark.parametrize("among, synchronous, counted", [(True, False, 1), (False, False, 0), (True, True, 0)])

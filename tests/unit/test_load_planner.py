@@ -230,6 +230,33 @@ def test_planner_ignores_invalid_observations():
     assert planner.report() == before
 
 
+@pytest.mark.parametrize("good", [0, 1, 3, 30])
+def test_planner_learns_from_loads_that_reach_their_time_limit(good):
+    """The link fell from 50 GB/s to less than 0.1: each further load waited for its time limit and failed."""
+    clock = Clock()
+    planner = taught(clock, known=2)
+    for _ in range(good):
+        load(planner, clock, 32768 * KV, 0.1)
+    tried = 0
+    for _ in range(12):
+        if decide(planner, 32768).should_load:
+            tried += 1
+            planner.started("store", 32768 * KV)
+            clock.now += 60.0
+            planner.ended("store", 32768 * KV)
+            planner.observe_timeout("store", 32768 * KV, 0, 60.0)
+    assert tried == 1
+
+
+def test_planner_ignores_time_limits_that_it_expects_to_be_exceeded():
+    planner = taught()
+    before = planner.report()
+    planner.observe_timeout("store", 100 << 30, 0, 1.0)
+    planner.observe_timeout("store", 0, 0, 60.0)
+    planner.observe_timeout("store", 1 << 30, 0, float("inf"))
+    assert planner.report() == before and decide(planner, 8192).reason == "faster"
+
+
 def test_planner_report_has_errors_and_queues():
     planner = taught()
     decide(planner, 8192)

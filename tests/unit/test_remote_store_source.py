@@ -14,6 +14,7 @@ from tier_fakes import NAMESPACE, described, make_tier
 
 from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.errors import ConfigError
+from vllm_kvtier.jobs.results import LoadResult
 from vllm_kvtier.remote_store import lookup as node_asking
 from vllm_kvtier.scheduler.integrity.checksum_index import ContentKeys
 from vllm_kvtier.scheduler.sources.remote_store import (
@@ -217,6 +218,38 @@ def test_remote_store_after_lost_read_is_skipped_for_a_while(made):
     assert engine.ask().searched
     assert engine.tier._leases == {} and len(store.of(moving.LeaseRequest)) == 1
     engine.tier.release(offer, True)
+
+
+@pytest.mark.parametrize("seconds, found", [(5.0, True), (60.0, False)])
+def test_remote_store_after_a_read_beyond_its_time_limit_is_skipped_for_a_while(made, seconds, found):
+    """It answers, so that each further request would wait for that limit as well. A read that failed otherwise ends no
+    backoff, and begins none: the workers say when the connection is lost."""
+    store = made(LendingStore, 6)
+    engine, ended = made(Engine, store), []
+    engine.tier._peers.reached = ended.append
+    hit = engine.ask()
+    request = SimpleNamespace(request_id="r", block_hashes=BLOCK_HASHES, lora_request=None, cache_salt=None)
+    state = SimpleNamespace(request=request, hit=hit, num_computed_tokens=0, positions={}, job=None)
+    engine.tier.build_job(state, (list(range(1, 7)),), 96)
+    engine.tier.on_load_failed(state, LoadResult("r", {1}, "it failed", 0, seconds, 0.0))
+    engine.tier.release(hit, True)
+    eventually(lambda: store.of(moving.Return))
+    assert not ended and engine.ask().found is found and len(store.of(moving.LeaseRequest)) == 1 + found
+
+
+def test_remote_store_read_that_succeeds_ends_the_pause(made):
+    store = made(LendingStore, 6)
+    engine = made(Engine, store)
+    first, second = engine.ask(), engine.ask()
+    request = SimpleNamespace(request_id="r", block_hashes=BLOCK_HASHES, lora_request=None, cache_salt=None)
+    for hit in first, second:
+        state = SimpleNamespace(request=request, hit=hit, num_computed_tokens=0, positions={}, job=None)
+        engine.tier.build_job(state, (list(range(1, 7)),), 96)
+    late = SimpleNamespace(request=request, hit=first, job=None)
+    engine.tier.on_load_failed(late, LoadResult("r", {1}, "it failed", 0, 60.0, 0.0))
+    assert engine.ask().searched
+    engine.tier.release(second, True)
+    assert engine.ask().found
 
 
 def test_remote_store_lost_by_another_rank_keeps_the_new_connection(made):

@@ -50,6 +50,7 @@ class Peer(ClientConnection):
     welcome: w.Welcome | None = None
     lookups: dict[int, Lookup] = field(default_factory=dict)
     slow: tuple[float, float] = 0.0, 0.0  # until when it gets no lookups after a late answer, and for how many seconds
+    paused_until: float = 0.0  # no lookups before, after a read that did not end in time
     reads: int = 0  # during which the peer makes NIXL progress
     metadata: bytes = b""
     generation: int = 0  # of the metadata; unique over all peers, and growing
@@ -111,7 +112,7 @@ class NodeLeaseClient(LeaseConnections[Peer]):
             return False
         now = peer.last_used = time.monotonic()
         failed = peer.welcome is None and address in self._paused  # before: nothing waits until it answers again
-        slow = now < peer.slow[0] or now - peer.waiting_since(now) > SLOW_SECONDS
+        slow = now < max(peer.slow[0], peer.paused_until) or now - peer.waiting_since(now) > SLOW_SECONDS
         if failed or slow or len(peer.lookups) >= w.MAX_LOOKUPS:
             return False
         request = msgspec.structs.replace(request, id=next(self._ids))
@@ -165,6 +166,12 @@ class NodeLeaseClient(LeaseConnections[Peer]):
     def reached(self, peer: Peer) -> None:
         """A read from the peer succeeded: end its backoff."""
         self._paused.pop(peer.address, None)
+        peer.paused_until = 0.0
+
+    def pause_lookups(self, peer: Peer) -> None:
+        """A read from the peer did not end in time, though it answers: the next one would wait as long."""
+        peer.paused_until = time.monotonic() + BACKOFF_SECONDS[1]
+        self._log_once(peer.address, "a read from it did not end in time")
 
     def _aliased(self, address: Address) -> Peer | None:
         """The connection under another address, if it is still to the same store."""

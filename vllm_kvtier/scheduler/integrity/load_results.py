@@ -50,7 +50,7 @@ class LoadResults:
         """``codec``: the codecs of a kind of results, for the metrics."""
         self._matcher, self._sync_load, self._planner = matcher, context.sync_load, context.planner
         self._counters, self._codec, self._contain = context.engine.counters, codec, containment
-        self._step_timer = step_timer
+        self._step_timer, self._timeout = step_timer, context.engine.config.transfer_timeout
         self._ended: dict[str, EndedLoad] = {}
 
     def arrived(self, results: list[Result], finished: Iterable[str]) -> None:
@@ -85,8 +85,8 @@ class LoadResults:
             self._contain.attempt("counting", self._count, ended)
         elif not failed and state is not None and state.life.state not in _LOADING:
             return  # another connector's load (MultiConnector tells each of all)
-        if state is not None and state.hit is not None and not failed:
-            self._contain.attempt("counting", self._succeeded, state, ended)
+        if state is not None and state.hit is not None:
+            self._contain.attempt("counting", self._failed if failed else self._succeeded, state, ended)
         self._matcher.on_load_ended(request_id, failed)
 
     def _release_all(self, request_id: str) -> None:
@@ -144,6 +144,14 @@ class LoadResults:
         self._counters.count("load_decision_seconds", "expected", expected)
         self._counters.count("load_decision_seconds", "actual", seconds)
         self._count_stages(state, ended.seconds)
+
+    def _failed(self, state: RequestState, ended: EndedLoad | None) -> None:
+        """A load that was stopped at its time limit was slow; the planner is to know before the next one waits too."""
+        load, plan = state.under_way, state.plan
+        late = ended is not None and ended.outcome == "failed" and ended.seconds >= self._timeout
+        if ended is not None and late and load is not None and plan is not None:
+            seconds = ended.seconds - ended.fenced
+            self._planner.observe_timeout(load.cost_key, load.nbytes, plan.queued_bytes, seconds)
 
     def _learn_duration(self, state: RequestState, ended: EndedLoad, load: LoadUnderWay) -> None:
         """Of a load that was not planned. With a synchronous one the launch of the forward counts: an upper bound."""

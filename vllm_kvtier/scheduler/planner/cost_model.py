@@ -83,10 +83,12 @@ class LoadRate:
         self._clip = Clip()
         self.error = Error()
 
-    def observe(self, nbytes: int, seconds: float, now: float) -> None:
-        """nbytes: of the load and of all that was in front of it. seconds: from its start until it was usable."""
+    def observe(self, nbytes: int, seconds: float, now: float, lasting: bool = False) -> None:
+        """nbytes: of the load and of all that was in front of it. seconds: from its start until it was usable.
+        lasting: this one is no hiccup, however far off it is."""
         fade = self._fading(now - seconds)  # while it was under way the source was not idle
-        spread = self.PRIOR_VARIANCE * (1 - fade * fade) + (self.DRIFT_CHANGING if self._clip.changing else self.DRIFT)
+        changing = lasting or self._clip.changing
+        spread = self.PRIOR_VARIANCE * (1 - fade * fade) + (self.DRIFT_CHANGING if changing else self.DRIFT)
         x, y = self._state[0] * fade, self._state[1] * fade
         a, b, c = self._variance
         a, b, c = fade * fade * a + spread, fade * fade * b, fade * fade * c + spread
@@ -97,7 +99,8 @@ class LoadRate:
         gain_x, gain_y = a * u + b * v, b * u + c * v
         variance = gain_x * u + gain_y * v + self.NOISE_VARIANCE
         gain_x, gain_y = gain_x / variance, gain_y / variance
-        surprise = math.log(self._clip(seconds / expected, math.exp(3 * math.sqrt(variance))))
+        ratio = seconds / expected
+        surprise = math.log(ratio if lasting else self._clip(ratio, math.exp(3 * math.sqrt(variance))))
         # A factor of e**12 either way is no link's: keeps the arithmetic finite whatever is observed.
         self._state = (min(max(x + gain_x * surprise, -12.0), 12.0), min(max(y + gain_y * surprise, -12.0), 12.0))
         self._variance = (a - gain_x * (a * u + b * v), b - gain_x * (b * u + c * v), c - gain_y * (b * u + c * v))

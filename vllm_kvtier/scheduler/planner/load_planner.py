@@ -198,7 +198,7 @@ class LoadPlanner:
     def observe_load(self, cost_key: str, nbytes: int, queued_bytes: int, seconds: float) -> None:
         """A load succeeded. queued_bytes: its LoadDecision's; seconds: from the order until the request could go on.
 
-        Failed loads are not observed: they say nothing about the link.
+        Of failed loads see ``observe_timeout``.
         """
         cost = self._cost(cost_key)
         if not cost.warm:
@@ -206,6 +206,15 @@ class LoadPlanner:
         elif 0 < seconds < math.inf and nbytes > 0:
             cost.rate.observe(nbytes + queued_bytes, seconds, self._clock())
             cost.measured += 1
+
+    def observe_timeout(self, cost_key: str, nbytes: int, queued_bytes: int, seconds: float) -> None:
+        """A load failed at its time limit, after ``seconds``: it would have taken longer. Other failures say nothing
+        about the link. Arguments as of ``observe_load``. One is enough: the next load would wait as long.
+        """
+        cost = self._cost(cost_key)
+        if nbytes > 0 and cost.rate.seconds(nbytes + queued_bytes, None) < seconds < math.inf:
+            cost.rate.observe(nbytes + queued_bytes, seconds, self._clock(), lasting=True)
+            cost.warm, cost.measured = True, max(cost.measured, self._known) + 1
 
     def observe_handover(self, seconds: float) -> None:
         """A load among other requests was of use ``seconds`` after its end."""

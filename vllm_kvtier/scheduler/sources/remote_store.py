@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm_kvtier.config import KVTierConfig
+from vllm_kvtier.jobs.results import LoadResult, Result
 from vllm_kvtier.jobs.transfer_jobs import LoadJob, RemoteStoreInfo
 from vllm_kvtier.logs import get_logger
 from vllm_kvtier.remote_store import protocol as w
@@ -82,6 +83,7 @@ class RemoteLease:
     peer: Peer
     lease: int  # the peer's
     reading: bool = False
+    failed: bool = False  # what was read
 
 
 class RemoteStoreSource(StoreSource):
@@ -154,8 +156,16 @@ class RemoteStoreSource(StoreSource):
             return
         if remote_lease.reading:
             self._peers.end_read(remote_lease.peer)
-            self._peers.reached(remote_lease.peer)
+            if not remote_lease.failed:
+                self._peers.reached(remote_lease.peer)
         self._peers.release(remote_lease.peer, remote_lease.lease)
+
+    def _read_failed(self, lease: int, late: bool) -> None:
+        remote_lease = self._leases.get(lease)
+        if remote_lease is not None:
+            remote_lease.failed = True
+            if late:
+                self._peers.pause_lookups(remote_lease.peer)
 
     def _gone(self, peer: Peer, reason: str) -> None:
         self._leases = {lease: held for lease, held in self._leases.items() if held.peer is not peer}
@@ -245,6 +255,12 @@ class RemoteStoreSource(StoreSource):
 
     def _return(self, lease: int) -> None:
         self._reactor.call_soon(lambda: self._release_lease(lease))
+
+    def on_load_failed(self, state: RequestState, result: Result) -> None:
+        super().on_load_failed(state, result)
+        if isinstance(result, LoadResult):  # as there
+            lease, late = state.hit.lease, result.seconds >= self._config.transfer_timeout
+            self._reactor.call_soon(lambda: self._read_failed(lease, late))
 
     def discard(self, lora_fingerprint: bytes, group: int, block_hash: bytes, slot: int, session: int) -> None:
         """``session``: the lease of the load. If it has ended, the slot may have had another content by then."""
