@@ -21,6 +21,7 @@ from multiturn_demo import SHIPPED_MODEL, console
 
 from vllm_kvtier.devtools.clients import TIMEOUT
 from vllm_kvtier.devtools.engines import MIB, Engine
+from vllm_kvtier.devtools.gpus import chosen, visible
 from vllm_kvtier.devtools.processes import ServiceFailed
 from vllm_kvtier.devtools.stores import POLL_SECONDS, StoreFailed, end_store, store_counts
 from vllm_kvtier.store.launcher import store_path
@@ -39,7 +40,8 @@ def parser(doc: str) -> argparse.ArgumentParser:
     made.add_argument("--model", default=str(SHIPPED_MODEL), help="directory or hub name (default: %(default)s)")
     made.add_argument(
         "--gpus",
-        default=os.environ.get("CUDA_VISIBLE_DEVICES", ""),
+        type=chosen,
+        default=visible() or [],
         help="GPUs to use, for example 0,1; by default those of CUDA_VISIBLE_DEVICES, and without it the CPU build",
     )
     made.add_argument("--quick", action="store_true", help="less of it: a minute at most on two cores")
@@ -47,9 +49,8 @@ def parser(doc: str) -> argparse.ArgumentParser:
 
 
 def arguments(made: argparse.ArgumentParser) -> argparse.Namespace:
-    """``gpus`` as a list; ``recalls``: whether the model was trained to answer, so that its answers can be judged."""
+    """``recalls``: whether the model was trained to answer, so that its answers can be judged."""
     args = made.parse_args()
-    args.gpus = [gpu for gpu in args.gpus.split(",") if gpu]
     args.recalls = Path(args.model).resolve() == SHIPPED_MODEL.resolve()
     return args
 

@@ -56,6 +56,7 @@ from rich.table import Table
 
 from vllm_kvtier.devtools.clients import Answer, chat, prompt_tokens
 from vllm_kvtier.devtools.engines import Engine
+from vllm_kvtier.devtools.gpus import chosen
 from vllm_kvtier.devtools.processes import ServiceFailed
 from vllm_kvtier.devtools.stores import StoreFailed, counts_when_idle, end_store, open_tier, tier_of
 from vllm_kvtier.store import protocol as m
@@ -133,13 +134,13 @@ def main() -> int:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", default=str(SHIPPED_MODEL), help="directory or hub name")
-    parser.add_argument("--gpus", default="", help="GPU to use, for example 0; without, the CPU build")
+    parser.add_argument("--gpus", type=chosen, default=[], help="GPU to use, for example 0; without, the CPU build")
     parser.add_argument("--store-size", help="memory of the store; 36MiB for tiny models, 1GiB for others")
     parser.add_argument("--times", type=float, default=10, help="the documents need so many times that memory")
     parser.add_argument("--disk", help="directory on the disk to use; a temporary one without")
     parser.add_argument("--disk-size", default="64GiB", help="most that may be written there")
     args = parser.parse_args()
-    args.gpus = [int(gpu) for gpu in args.gpus.split(",") if gpu][:1]
+    args.gpus = args.gpus[:1]
     args.recalls, args.fit = Path(args.model).resolve() == SHIPPED_MODEL.resolve(), Fit()
     weights = sum(file.stat().st_size for file in Path(args.model).glob("*.safetensors"))
     args.store_size = args.store_size or ("36MiB" if 0 < weights < TINY else "1GiB")

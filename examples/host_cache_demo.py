@@ -46,6 +46,7 @@ from rich.table import Table
 
 from vllm_kvtier.devtools.clients import Answer, PromptTokens, chat, complete, prompt_tokens
 from vllm_kvtier.devtools.engines import MIB, Engine, kvtier
+from vllm_kvtier.devtools.gpus import chosen
 from vllm_kvtier.devtools.processes import ServiceFailed, free_port
 from vllm_kvtier.store.memory.memory_limits import format_bytes
 from vllm_kvtier.store.protocol import PAGE
@@ -129,12 +130,12 @@ def main() -> int:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", default=str(SHIPPED_MODEL), help="directory or hub name")
-    parser.add_argument("--gpus", default="", help="GPU to use, for example 0; without, the CPU build")
+    parser.add_argument("--gpus", type=chosen, default=[], help="GPU to use, for example 0; without, the CPU build")
     parser.add_argument(
         "--store-size", help="memory of the store; 256MiB for the shipped model, 4GiB for any other"
     )
     args = parser.parse_args()
-    args.gpus = [int(gpu) for gpu in args.gpus.split(",") if gpu][:1]
+    args.gpus = args.gpus[:1]
     args.recalls, args.fit = Path(args.model).resolve() == SHIPPED_MODEL.resolve(), Fit()
     args.store_size = args.store_size or ("256MiB" if args.recalls else "4GiB")
     return args

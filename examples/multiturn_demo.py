@@ -33,6 +33,7 @@ from rich.table import Table
 
 from vllm_kvtier.devtools.clients import Answer, PromptTokens, chat, complete, prompt_tokens
 from vllm_kvtier.devtools.engines import MIB, Engine, kvtier, proxy
+from vllm_kvtier.devtools.gpus import chosen
 from vllm_kvtier.devtools.processes import Service, ServiceFailed, free_port, kill_all, start_all
 
 SHIPPED_MODEL = Path(__file__).parents[1] / "models" / "recall-6m"
@@ -58,7 +59,7 @@ class Fit(msgspec.Struct, frozen=True):
     block: int = BLOCK
     prompt: float | None = None  # None: as asked for
 
-    def engine(self, gpus: list[int], blocks: int, max_len: int) -> dict[str, Any]:
+    def engine(self, gpus: list[str], blocks: int, max_len: int) -> dict[str, Any]:
         """Options of an engine with a cache for as many tokens as ``blocks`` of the size asked for."""
         if self.prompt is None:
             return {"num_blocks": blocks, "args": []}
@@ -158,18 +159,18 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", default=str(SHIPPED_MODEL), help="directory or hub name")
     parser.add_argument(
-        "--gpus", default="", help="GPUs of the prefill and the decode engine, for example 0,1; without, the CPU build"
-    )
+        "--gpus", type=chosen, default=[],
+        help="GPUs of the prefill and the decode engine, for example 0,1; without, the CPU build",
+    )  # fmt: skip
     parser.add_argument("--pull-threshold", type=int, default=1, help="fewest tokens worth a pull")
     args = parser.parse_args()
-    args.gpus = [int(gpu) for gpu in args.gpus.split(",") if gpu]
     # The shipped model was trained to recall; what others answer is their affair, but it must be the same.
     args.recalls = Path(args.model).resolve() == SHIPPED_MODEL.resolve()
     args.fit = Fit()
     return args
 
 
-def engine(args: argparse.Namespace, name: str, blocks: int, gpu: list[int], extra: dict | None, logs: Path):
+def engine(args: argparse.Namespace, name: str, blocks: int, gpu: list[str], extra: dict | None, logs: Path):
     fit = args.fit.engine(gpu, blocks, MAX_LEN)
     return Engine(
         args.model,

@@ -183,9 +183,10 @@ def test_document_library_tables_fit_80_columns(demo, good):
 
 def test_document_library_engine_has_own_store_and_disk(demo, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr("sys.argv", ["document_library.py", "--gpus", "1"])
     args = demo.arguments()
-    assert (args.recalls, args.gpus, args.store_size, args.times) == (True, [1], "36MiB", 10)
+    assert (args.recalls, args.gpus, args.store_size, args.times) == (True, ["1"], "36MiB", 10)
     engine = demo.make_engine(args, tmp_path, tmp_path / "disk")
     extra = engine.kv["kv_connector_extra_config"]
     assert (extra["store_disk_path"], extra["store_size"]) == (str(tmp_path / "disk"), "36MiB")

@@ -42,6 +42,17 @@ def moving(load):
     return load("move_conversation")
 
 
+@pytest.mark.parametrize("name", ["multiturn_demo", "host_cache_demo", "document_library"])
+def test_demo_devices_may_be_named(load, monkeypatch, name):
+    module = load(name)
+    for words, devices, named in (("MIG-5c", None, ["MIG-5c"]), ("0", "GPU-5a", ["GPU-5a"]), ("1", "4,5", ["5"])):
+        monkeypatch.setattr("sys.argv", [name, "--gpus", words])
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if devices is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", devices)
+        assert module.arguments().gpus == named
+
+
 @pytest.fixture
 def options(monkeypatch):
     def options(module, *words: str, devices: str | None = None):
@@ -76,7 +87,12 @@ def test_example_devices_are_named_or_visible_ones(load, options, name):
     assert options(module).gpus == [] and options(module).recalls
     assert options(module, "--gpus", "1").gpus == ["1"]
     assert options(module, devices="GPU-5a,GPU-5b").gpus[0] == "GPU-5a"
-    assert options(module, devices="").gpus == []
+    assert options(module, "--gpus", "1", devices="4,GPU-5b").gpus == ["GPU-5b"], "an index into the visible ones"
+    assert options(module, "--gpus", "MIG-5c").gpus == ["MIG-5c"]
+    assert options(module, devices="").gpus == options(module, devices="-1").gpus == []
+    for words, devices in (("2", "4,5"), ("0", ""), ("first", None)):
+        with pytest.raises(SystemExit):
+            options(module, "--gpus", words, devices=devices)
     assert not options(module, "--model", "another/model").recalls
 
 

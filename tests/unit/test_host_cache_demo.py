@@ -153,9 +153,10 @@ def test_host_cache_demo_table_cells_add_up(demo, good):
 
 
 def test_host_cache_demo_engine_has_own_store(demo, tmp_path, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr("sys.argv", ["host_cache_demo.py", "--gpus", "1"])
     args = demo.arguments()
-    assert (args.recalls, args.gpus, args.store_size) == (True, [1], "256MiB")
+    assert (args.recalls, args.gpus, args.store_size) == (True, ["1"], "256MiB")
     engine = demo.make_engine(args, tmp_path, tmp_path / "run")
     assert isinstance(engine, Engine)
     assert engine._env["XDG_RUNTIME_DIR"] == str(tmp_path / "run")

@@ -96,7 +96,7 @@ REFUSING = """
 import os
 own = os.sched_setaffinity
 
-def refuse(pid, cores):  # as the kernel in a cpuset of cores 32 to 35, of which the container's count is 4
+def refuse(pid, cores):  # as the kernel in a cpuset of the four cores 32 to 35
     if not {32, 33, 34, 35} & set(cores):
         raise OSError(22, "Invalid argument")
     MORE
@@ -113,7 +113,7 @@ def test_store_starts_in_a_cpuset_whose_cores_have_other_numbers(path, tmp_path,
     assert os.sched_getaffinity(pid_of(path)) == os.sched_getaffinity(0)
 
 
-def test_store_unexpected_error_reaches_who_started_it(path, monkeypatch, caplog):
+def test_store_unexpected_error_reaches_its_starter(path, monkeypatch, caplog):
     def fail(*args, **options):
         raise RuntimeError("no more threads")
 

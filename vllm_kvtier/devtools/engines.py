@@ -41,8 +41,8 @@ class Engine(Service):
     """``python -m vllm.entrypoints.openai.api_server`` for one model.
 
     model: directory or hub name. kv: the ``--kv-transfer-config``, for example ``kvtier({...})``, or None.
-    gpus: indices of the devices to use; none means the CPU build. kv_cache_bytes: size of the KV cache; with
-    num_blocks (of block_size tokens), only an upper bound of it.
+    gpus: devices, as CUDA_VISIBLE_DEVICES names them; none means the CPU build.
+    kv_cache_bytes: size of the KV cache; with num_blocks (of block_size tokens), only an upper bound of it.
     args, env: more flags and variables, which override the defaults.
     tensor_parallel: ranks; by default one for each of ``gpus``, and one on the CPU.
     worker_process: whether a CPU engine of one rank has a separate worker process, which is vLLM's default there.
@@ -57,7 +57,7 @@ class Engine(Service):
         *,
         name: str = "engine",
         kv: Mapping[str, Any] | None = None,
-        gpus: Sequence[int] = (),
+        gpus: Sequence[int | str] = (),
         port: int | None = None,
         max_model_len: int = 4096,
         block_size: int | None = None,
