@@ -35,7 +35,7 @@ class Engine:
     * ``instance``: counts failed connections; after each, a new process with an empty cache may answer.
     * ``confirmed``: it has answered at least once.
     * ``drained``: the operator wants no new requests there; ``leaving``: it is no longer in the list of engines.
-    * ``source``: its connector's endpoint, if known.
+    * ``source``: its connector's endpoint, if known; ``last_named``: the one that its last answer named.
     """
 
     def __init__(self, role: str, index: int, address: EngineAddress, config: ProxyConfig):
@@ -61,8 +61,8 @@ class Engine:
         self.on_request_end: Callable[[Engine], None] = lambda engine: None
         self.certificates = certificates(address)
         self._http = EngineHttp(self, address, config.connect_timeout)
-        self._engine_id: str | None = None
-        self._endpoint: tuple[str, int] | None = None
+        self.last_named: Source | None = None
+        self._named: dict[tuple[str, int], Source] = {}  # all since its last failure, by endpoint
         self._has_several = False  # endpoints: data-parallel ranks behind one URL
         self._prober: asyncio.Task[None] | None = None
         self.update(address, config)
@@ -102,25 +102,31 @@ class Engine:
 
     @property
     def source(self) -> Source | None:
-        """The endpoint for other engines; the operator's address takes precedence over the engine's."""
-        if self.address.kv_host is not None and self.address.kv_port is not None:
-            return Source(self._engine_id or "", self.address.kv_host, self.address.kv_port)
-        return self.last_named
+        """The endpoint for other engines, of any rank."""
+        return self._by_operator() or self.last_named
 
-    @property
-    def last_named(self) -> Source | None:
-        """The endpoint that its last answer named."""
-        if self._engine_id is None or self._endpoint is None:
+    def source_of(self, named: Source | None) -> Source | None:
+        """The endpoint that has the KV of an answer which named ``named``; None if it named none of several ranks."""
+        return self._by_operator() or named or (None if self._has_several else self.last_named)
+
+    def _by_operator(self) -> Source | None:
+        """The operator's address, which takes precedence over the engine's."""
+        if self.address.kv_host is None or self.address.kv_port is None:
             return None
-        return Source(self._engine_id, *self._endpoint)
+        named = None if self._has_several else self.last_named
+        return Source("" if named is None else named.engine_id, self.address.kv_host, self.address.kv_port)
 
-    def learn(self, params: TransferParams) -> None:
-        """Take the endpoint from an answer of this engine."""
-        if (source := params.source) is not None:
-            endpoint = source.host, source.port
-            self._has_several |= self._endpoint not in (None, endpoint)
-            self._engine_id, self._endpoint = source.engine_id, endpoint
-            self.can_be_followed = params.own.get("can_follow") is True and not self._has_several
+    def learn(self, params: TransferParams) -> Source | None:
+        """Take the endpoint from an answer of this engine, and return it; one object each, as many routes have it."""
+        if (source := params.source) is None:
+            return None
+        endpoint = source.host, source.port
+        self._has_several |= bool(self._named.keys() - {endpoint})
+        if self._named.get(endpoint) != source:
+            self._named[endpoint] = source
+        self.last_named = self._named[endpoint]
+        self.can_be_followed = params.own.get("can_follow") is True and not self._has_several
+        return self.last_named
 
     async def ask(
         self,
@@ -152,8 +158,8 @@ class Engine:
         """Do not use this engine until a probe succeeds. ``may_have_restarted``: its cache may be gone."""
         if may_have_restarted:
             self.instance += 1
-            self._engine_id = None
-            self._endpoint = None
+            self.last_named = None
+            self._named.clear()
             self.can_be_followed = self._has_several = False
         # Many requests may fail at once; that is one failure. A leaving engine is not probed.
         if self.healthy and not self.leaving:
@@ -242,7 +248,7 @@ class Engine:
             "tokens": self.tokens,
             "failures": self.failures,
             "kv_endpoint": None if source is None else f"{source.host}:{source.port}",
-            "engine_id": self._engine_id,
+            "engine_id": None if self.last_named is None else self.last_named.engine_id,
         }
 
 

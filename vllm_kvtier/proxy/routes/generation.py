@@ -39,11 +39,17 @@ from vllm_kvtier.proxy.engines.engine import AnswerTooLarge, Engine, EngineFailu
 from vllm_kvtier.proxy.messages import response_rewriter, sse
 from vllm_kvtier.proxy.messages.incoming_request import Incoming
 from vllm_kvtier.proxy.messages.request_bodies import ClientRequest
-from vllm_kvtier.proxy.messages.transfer_params import TransferParams, decode_only_params, find_params, prefill_params
+from vllm_kvtier.proxy.messages.transfer_params import (
+    Source,
+    TransferParams,
+    decode_only_params,
+    find_params,
+    prefill_params,
+)
 from vllm_kvtier.proxy.routes.client_answer import JSON, Answer, forwarded, forwarded_headers, is_stream, unavailable
 from vllm_kvtier.proxy.routes.engine_request import EngineRequest
 from vllm_kvtier.proxy.routing.admission import QueueFull
-from vllm_kvtier.proxy.routing.conversations import ConversationRoute, Holder, name_conversation
+from vllm_kvtier.proxy.routing.conversations import ConversationRoute, Holder, Name, name_conversation
 from vllm_kvtier.proxy.routing.prompt import Prompt
 
 logger = get_logger(__name__)
@@ -85,6 +91,8 @@ class Generation(EngineRequest):
         request.rename_media(partial(core.tenants.media_name, tenant))
         self._headers = incoming.for_engines()
         self._name = name_conversation(core.tenants, tenant, request)
+        entry = self._name.entry  # of the name, all that is kept while the answer is streamed
+        self._turn = Name(() if entry is None else (entry,), entry, self._name.explicit)
         self._salt = core.tenants.salt(tenant, request.client_salt)
         self._prompt = Prompt(self._name)  # `answer` adds its tokens
         self._wants_report = core.config.allow_report and incoming.headers.get("x-kvtier-report") == "1"
@@ -92,6 +100,7 @@ class Generation(EngineRequest):
         self._prefill_engine: Engine | None = None
         self._prefill_params: TransferParams | None = None
         self._decode_engine: Engine | None = None
+        self._decode_source: Source | None = None  # the endpoint that the decode engine's answer names
         self._attempts = 0
         self._suspects: list[Engine] = []  # they answered 5xx, and no other engine has served the request yet
         self._prefill_by: float | None = None  # deadline of all its prefills, once the first has begun
@@ -244,6 +253,7 @@ class Generation(EngineRequest):
     ) -> tuple[bool, Answer | None]:
         """(Whether the answer is for the client, or another engine is to be tried; the answer, if there is one.)"""
         self._attempts += 1
+        self._decode_source = None
         timeout = self._config.first_byte_timeout if self._request.stream else self._config.answer_timeout
         body = self._request.body_for_decode(self._salt, params)
         try:
@@ -307,9 +317,20 @@ class Generation(EngineRequest):
         self._trace |= {"decode": engine.url, "attempts": self._attempts}
         if self._prefill_params is None:
             self._core.count("decoded_alone")
-        known = self._route or ConversationRoute(holders=())
-        self._core.routes.enter(self._name, known.moved_to(Holder(engine.index, engine.instance)))
+        self._served_by = Holder(engine.index, engine.instance)
+        self._enter_route()
         self._core.prefixes.enter(self._name.pieces, engine)
+
+    def _enter_route(self) -> None:
+        known = self._core.routes.find(self._turn) or self._route or ConversationRoute(holders=())
+        holder = msgspec.structs.replace(self._served_by, source=self._decode_source)
+        self._core.routes.enter(self._turn, known.moved_to(holder))
+
+    def _learn(self, engine: Engine, params: TransferParams) -> None:
+        """Take the endpoint from the decode engine's answer: of a stream, from its end."""
+        self._decode_source = engine.learn(params)
+        if engine is self._decode_engine:
+            self._enter_route()
 
     # -- the answer ------------------------------------------------------------------------------------------------
 
@@ -365,7 +386,7 @@ class Generation(EngineRequest):
 
     def _rewriter(self, engine: Engine) -> response_rewriter.AnswerRewriter:
         return response_rewriter.AnswerRewriter(
-            engine.learn,
+            partial(self._learn, engine),
             self._report if self._wants_report else None,
             expose_params=self._config.expose_params,
             max_event_bytes=self._config.max_event_bytes,

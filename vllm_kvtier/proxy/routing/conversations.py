@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from vllm_kvtier.proxy.messages import request_bodies
+from vllm_kvtier.proxy.messages.transfer_params import Source
 from vllm_kvtier.proxy.routing.prefixes import Piece
 from vllm_kvtier.proxy.tenants import Tenants
 
@@ -100,10 +101,12 @@ def _cuts(length: int, per_token: int, *, whole: bool) -> Iterator[tuple[int, in
 
 
 class Holder(msgspec.Struct, frozen=True):
-    """A decode engine (by its index) that served a conversation, and its instance at that time."""
+    """A decode engine (by its index) that served a conversation, and its instance at that time. ``source``: the
+    endpoint that its answer named, at its end: one of its data-parallel ranks has the conversation."""
 
     decode: int
     instance: int
+    source: Source | None = None
 
 
 class ConversationRoute(msgspec.Struct, frozen=True):
@@ -115,7 +118,10 @@ class ConversationRoute(msgspec.Struct, frozen=True):
     MAX_HOLDERS = 2
 
     def moved_to(self, holder: Holder) -> "ConversationRoute":
-        """The route after ``holder`` served a turn."""
+        """The route after ``holder`` served a turn. Until its answer has named an endpoint, that of the turn before."""
+        before = next((h for h in self.holders if (h.decode, h.instance) == (holder.decode, holder.instance)), None)
+        if before is not None and holder.source is None:
+            holder = before
         older = tuple(h for h in self.holders if h.decode != holder.decode)
         return ConversationRoute(holders=(holder, *older)[: self.MAX_HOLDERS])
 

@@ -75,8 +75,10 @@ class Router:
         for holder in route.holders if route is not None else ():
             engine = self._engine_of(holder)
             # A drained engine still has its blocks.
-            if engine is not None and engine is not exclude and engine.healthy and engine.source is not None:
-                sources.append(engine.source)
+            if engine is None or engine is exclude or not engine.healthy:
+                continue
+            if (source := engine.source_of(holder.source)) is not None:
+                sources.append(source)
         return sources
 
     def _rank(self, engine: Engine, cost: float) -> tuple[float, float]:
