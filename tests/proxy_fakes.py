@@ -218,6 +218,7 @@ class FakeEngine:
         @app.post("/v1/embeddings")
         @app.post("/v1/responses")
         @app.get("/v1/responses/{rest:path}")
+        @app.post("/v1/responses/{rest:path}")
         @app.post("/v1/audio/transcriptions")
         @app.post("/v1/messages")
         @app.post("/sleep")

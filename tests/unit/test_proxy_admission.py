@@ -96,6 +96,35 @@ async def test_admission_without_engines_answers_at_once():
     slot.release()
 
 
+async def test_request_for_one_engine_does_not_hold_up_others():
+    queue = ProxyQueue(engines=2, queue_limit=2)
+    slots = [await queue.enter() for _ in range(2)]
+    full, free = queue.engines
+
+    def only_first() -> Choice:
+        return Choice(None if full.full else full, only_one=True)
+
+    bound = asyncio.create_task(queue.admission.acquire("decode", b"tenant", only_first, 5.0))
+    await run_loop()
+    general = queue.enter()
+    await run_loop()
+    slots.pop().release()
+    await run_loop()
+    assert general.done() and not bound.done()
+    general.result().release()
+    late = await queue.enter()
+    assert late.engine is free, "it does not wait behind it, either"
+    after = queue.enter()
+    await run_loop()
+    slots.pop().release()
+    await run_loop()
+    assert bound.done() and not after.done() and bound.result().engine is full, "first come, first served"
+    late.release()
+    for slot in (bound.result(), await after):
+        slot.release()
+    assert full.outstanding == free.outstanding == queue.admission.waiting("decode") == 0
+
+
 @given(st.lists(st.sampled_from(["enter", "leave", "cancel"]), max_size=80), st.integers(1, 3), st.integers(1, 3))
 def test_admission_random_operations_keep_invariants(actions, engines, room):
     """Never more requests than slots, no free slot while a request waits, always in order."""

@@ -6,7 +6,7 @@ import json
 import pytest
 from proxy_fakes import Cluster, events, text_of
 
-from vllm_kvtier.proxy.engines.engine import Engine
+from vllm_kvtier.proxy.engines.engine import Engine, EngineSlot
 from vllm_kvtier.proxy.messages.buffers import Held
 
 GENERATE = "/inference/v1/generate"
@@ -271,6 +271,36 @@ async def test_stored_response_is_requested_from_its_engine():
             assert got["engine"] == m["engine"]
             following = await c.client.post("/v1/responses", json={"input": "x", "previous_response_id": m["id"]})
             assert following.json()["engine"] == m["engine"]
+
+
+async def _stored(c):
+    """(id of a response, the engine that has it, the other one, which answers 404)"""
+    made = (await c.client.post("/v1/responses", json={"input": "x"})).json()
+    own, other = c.d if c.d[0].name == made["engine"] else c.d[::-1]
+    other.status = 404
+    return made["id"], c.core.decode[c.d.index(own)], c.core.decode[c.d.index(other)]
+
+
+@pytest.mark.parametrize("state", ["full", "unavailable", "drained"])
+async def test_stored_response_is_not_requested_from_another_engine(state):
+    async with Cluster(p=0, d=2, engine_requests=1, queue_timeout=0.05, backoff_initial=60, backoff_max=60) as c:
+        response, engine, other = await _stored(c)
+        slot = EngineSlot(engine) if state == "full" else None
+        if state == "unavailable":
+            engine.mark_unavailable("It broke.")
+        engine.drained = state == "drained"
+        assert (await c.client.get(f"/v1/responses/{response}")).status_code == 200
+        assert (await c.client.post(f"/v1/responses/{response}/cancel", json={})).status_code == 200
+        following = {"input": "y", "previous_response_id": response}
+        reply = await c.client.post("/v1/responses", json=following)
+        assert reply.status_code == {"full": 429, "unavailable": 200, "drained": 503}[state]
+        assert "retry-after" in reply.headers or reply.json()["engine"]
+        if slot is not None:
+            asked = asyncio.create_task(c.client.post("/v1/responses", json=following))
+            await c.until(lambda: c.core.admission.waiting("decode"))
+            slot.release()
+            assert (await asked).status_code == 200
+        assert engine.outstanding == other.outstanding == 0
 
 
 # ---------------------------------------------------------------- what may be asked twice

@@ -11,6 +11,7 @@ from vllm_kvtier.proxy.engines.fleet import Fleet
 from vllm_kvtier.proxy.kv_events.feeds import KVEvents
 from vllm_kvtier.proxy.kv_events.index import BlockIndex, PromptTokens
 from vllm_kvtier.proxy.kv_events.messages import Stored, Tier
+from vllm_kvtier.proxy.routing.admission import Choice
 from vllm_kvtier.proxy.routing.conversations import ConversationRoute, Holder, Name
 from vllm_kvtier.proxy.routing.policies import POLICIES
 from vllm_kvtier.proxy.routing.policies.kv_events import KVEventsPolicy
@@ -85,7 +86,7 @@ def test_choose_prefill_without_engine_or_slot():
     w = World(engine_requests=1)
     assert World(p=()).router.choose_prefill(Prompt(ONCE, 5)) is None
     places = [EngineSlot(engine) for engine in w.p]
-    assert w.router.choose_prefill(Prompt(ONCE, 5)) == (None, 0), "all are full: the request must wait"
+    assert w.router.choose_prefill(Prompt(ONCE, 5)) == Choice(None), "all are full: the request must wait"
     places[1].release()
     assert w.prefill() == 1
     for engine in w.p:
@@ -173,7 +174,7 @@ def test_unavailable_decode_engine_gets_no_request_while_others_are_full():
     w = World(d=(1.0, 1.0), engine_requests=1)
     w.d[0].healthy = False
     EngineSlot(w.d[1])
-    assert w.router.choose_decode(Prompt(ONCE, 5), None, True) == (None, 0)
+    assert w.router.choose_decode(Prompt(ONCE, 5), None, True) == Choice(None)
 
 
 def test_prompt_is_not_looked_up_while_all_engines_are_full(monkeypatch):
@@ -186,7 +187,7 @@ def test_prompt_is_not_looked_up_while_all_engines_are_full(monkeypatch):
         w.has(engine, 100)
     held = [EngineSlot(engine) for engine in (*w.p, *w.d)]
     ask = Prompt(ONCE, 1000, PromptTokens([1] * 1000, "salt"))
-    assert w.router.choose_decode(ask, None, True) == w.router.choose_prefill(ask) == (None, 0) and not looked_up
+    assert w.router.choose_decode(ask, None, True) == w.router.choose_prefill(ask) == Choice(None) and not looked_up
     held[-1].release()
     assert w.router.choose_decode(ask, None, True).engine is w.d[1] and looked_up
 

@@ -158,13 +158,16 @@ class Passthrough(EngineRequest):
         if self._rule.role == "any":
             engines = self._candidates(None)
             return EngineSlot(engines[0]) if engines else None
+        if not self._rule.salted and (engine := self._stored_at()) is not None:
+            return EngineSlot(engine)  # of what is stored there it computes nothing
         role = "pooling" if self._rule.role == "pooling" and self._core.fleet.pooling else "decode"
 
         def choose() -> Choice | None:
             engines = self._candidates(None)
             healthy = [engine for engine in engines if engine.healthy] or engines
             free = next((engine for engine in healthy if not engine.full), None)
-            return Choice(free, tokens if self._rule.salted else 0) if engines else None
+            only_one = self._stored_at() is not None
+            return Choice(free, tokens if self._rule.salted else 0, only_one) if engines else None
 
         return await self._acquire(role, choose, time.monotonic() + self._config.queue_timeout)
 
@@ -178,15 +181,21 @@ class Passthrough(EngineRequest):
         elif self._rule.role == "pooling" and fleet.pooling:
             found = [engine for engine in fleet.pooling if engine.open]
             found.sort(key=lambda e: (not e.healthy, e.load, e.weighted_picks))
+        elif (engine := self._stored_at()) is not None:
+            # Others would answer that there is no such response. A drained engine is still read.
+            return [engine] if engine.open or not self._rule.salted else []
         else:
-            found = self._core.router.rank_decode(Prompt(self._name()), self._core.routes.find(self._name()))
+            found = self._core.router.rank_decode(Prompt(_NO_CONVERSATION), None)
         found.sort(key=lambda engine: (not engine.healthy, engine is not chosen))
         return found
 
+    def _stored_at(self) -> Engine | None:
+        """The engine that has stored the response; None if there is none, or it is not known."""
+        route = self._core.routes.find(self._name()) if isinstance(self._response, str) else None
+        return None if route is None else self._core.fleet.find("decode", route.holders[0].decode)
+
     def _name(self) -> Name:
-        """The conversation of a response that an engine has stored."""
-        if not isinstance(self._response, str):
-            return _NO_CONVERSATION
+        """The conversation of the response."""
         digest = self._core.tenants.digest(b"response", self._tenant, self._response.encode("utf-8", "surrogatepass"))
         return Name((digest,), digest, explicit=True)
 

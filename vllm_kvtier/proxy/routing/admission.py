@@ -14,7 +14,7 @@ import itertools
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -30,10 +30,12 @@ MAX_IDLE_TENANTS = 4096
 
 
 class Choice(NamedTuple):
-    """An engine for a request and the prompt tokens to compute there. None: all engines are full."""
+    """An engine for a request and the prompt tokens to compute there. None: all engines are full. ``only_one``: no
+    other engine can serve it; while that is full, requests behind it go first."""
 
     engine: Engine | None
     tokens: int = 0
+    only_one: bool = False
 
 
 class QueueFull(KVTierError):
@@ -85,16 +87,16 @@ class Admission:
     ) -> EngineSlot | None:
         """A slot at the engine that ``choose`` names, once it names one; None if ``choose`` returns None.
 
-        ``choose`` is called at once if no request waits, else in the request's turn when a slot may be free. Raises
-        QueueFull if the queue is full, if this request is displaced, or after ``seconds``.
+        ``choose`` is called at once (no waiting request can use a slot that is free then), and in the request's turn
+        when a slot may be free. Raises QueueFull if the queue is full, if this request is displaced, or after
+        ``seconds``.
         """
+        choice = choose()
+        if choice is None:
+            return None
+        if choice.engine is not None:
+            return EngineSlot(choice.engine, choice.tokens)
         queue = self._queues[role]
-        if not queue:
-            choice = choose()
-            if choice is None:
-                return None
-            if choice.engine is not None:
-                return EngineSlot(choice.engine, choice.tokens)
         if sum(map(len, self._queues.values())) >= self.config.queue_limit and not self._displace_newest(tenant):
             raise self._queue_full(role, tenant)
         loop = asyncio.get_running_loop()
@@ -121,13 +123,16 @@ class Admission:
     def serve_waiting(self, role: str) -> None:
         """Grant the free slots to waiting requests."""
         queue = self._queues[role]
-        while (waiter := queue.first()) is not None:
+        passed: set[_Waiter] = set()
+        while (waiter := queue.first(passed)) is not None:
             choice = waiter.choose()
             if choice is None:
                 queue.remove(waiter)
                 waiter.result.set_result(None)
             elif choice.engine is None:
-                return
+                if not choice.only_one:
+                    return
+                passed.add(waiter)
             else:
                 # Removed from the queue first, because taking the slot may call this method.
                 queue.serve(waiter, self._cost(choice.tokens))
@@ -231,20 +236,21 @@ class _WaitQueue:
             tenant = self._tenants[waiter.tenant] = _Tenant(due)
         tenant.waiters[waiter] = None
 
-    def first(self) -> _Waiter | None:
-        """The request to serve next."""
-        while self._tenants:
-            waiter = next(iter(min(self._tenants.values(), key=lambda tenant: tenant.due).waiters))
-            if not waiter.result.done():
-                return waiter
-            self.remove(waiter)
+    def first(self, passed: Collection[_Waiter] = ()) -> _Waiter | None:
+        """The request to serve next, but for those ``passed``."""
+        for tenant in sorted(self._tenants.values(), key=lambda tenant: tenant.due):
+            for waiter in list(tenant.waiters):
+                if waiter.result.done():
+                    self.remove(waiter)
+                elif waiter not in passed:
+                    return waiter
         return None
 
     def serve(self, waiter: _Waiter, cost: int) -> None:
         """Remove the request and charge its tenant."""
         tenant = self._tenants.pop(waiter.tenant)
         self._tenants[waiter.tenant] = tenant
-        self._virtual_time = tenant.due
+        self._virtual_time = max(self._virtual_time, tenant.due)  # requests that were passed are due before it
         tenant.due += cost
         waiter.charged = cost
         self.remove(waiter)
