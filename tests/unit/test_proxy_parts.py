@@ -188,6 +188,28 @@ def test_long_texts_and_media_are_no_values():
     assert chat(text).prompt_chars > len(text)
 
 
+@pytest.mark.parametrize("prompt", ["x" * 8000, [1234] * 2000])
+def test_several_prompts_count_for_all_their_tokens(prompt):
+    one = completion(prompt).prompt_chars
+    assert one == 8000 and completion([prompt] * 256).prompt_chars >= 256 * one
+    assert not completion([prompt] * 256).can_prefill_elsewhere
+
+
+@pytest.mark.parametrize("name", ["tools", "documents"])
+def test_tools_and_documents_of_a_chat_are_part_of_its_prefix(name):
+    def asked(letter, *texts):
+        return chat(*texts, **{name: [{"text": letter * 40_000}] if letter else None})
+
+    def pieces(request):
+        return name_conversation(TENANTS, b"a", request).pieces
+
+    one, other, none = (asked(letter, "u1") for letter in ("x", "y", ""))
+    assert one.prompt_chars - none.prompt_chars >= 40_000 and pieces(one)[-1].tokens >= 10_000
+    assert pieces(one)[0] != pieces(other)[0] and pieces(one)[0] == pieces(asked("x", "u2"))[0]
+    table = table_with(one, none)
+    assert [found(table, asked(letter, "u1", "a1", "u2")) for letter in ("x", "y", "")] == [0, None, 1]
+
+
 def renamed(route=Route.CHAT, **fields):
     request = ClientRequest(route, json.dumps({"messages": [{}]} | fields).encode())
     request.rename_media(lambda name: f"tenant's {name}")

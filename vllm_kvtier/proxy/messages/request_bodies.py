@@ -42,6 +42,9 @@ _NULL = msgspec.Raw(b"null")
 _UUID = (b"uuid", *(b"\\u%04x" % letter for letter in b"uid"))  # as it may be written in JSON
 _MAX_ID_CHARS = 256
 
+# Of a chat, what templates render before its messages.
+_BEFORE_MESSAGES = ("tools", "documents")
+
 # Parts of a message that the template renders as text.
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "thinking")
 # What a picture, or other media, counts for at most: 1,024 tokens, however many bytes it is sent in.
@@ -75,8 +78,9 @@ class ClientRequest:
 
     Attributes: ``route``; ``fields`` (raw JSON by name, to be forwarded); ``stream``; ``model``; ``conversation_id``
     and ``client_salt`` (consumed, or None); ``prompt`` (messages, text or token ids; None if there is no single
-    prompt); ``prompt_chars``: its approximate length in characters, where a token counts as four; ``has_media``: a
-    message has a part that is not text; of a large one ``prompt`` has a hash.
+    prompt); ``before_messages``: of a chat, its tools and documents; ``prompt_chars``: the approximate length of all
+    prompts in characters, where a token counts as four; ``has_media``: a message has a part that is not text; of a
+    large one ``prompt`` has a hash.
     """
 
     def __init__(self, route: Route, body: bytes, *, header_conversation_id: str | None = None):
@@ -101,6 +105,8 @@ class ClientRequest:
         self._extra_chars = 0  # of media, that count for nothing
         self.prompt = self._single_prompt()
         self._has_prompt = self.prompt is not None
+        rendered = _BEFORE_MESSAGES if route is Route.CHAT else ()
+        self.before_messages = [self.fields[name] for name in rendered if not _is_null(self.fields, name)]
         self.prompt_chars = self._count_chars()
 
     def drop_prompt(self) -> None:
@@ -182,10 +188,11 @@ class ClientRequest:
         return str(hash(encoded)).ljust(_MAX_MEDIA_CHARS)
 
     def _count_chars(self) -> int:
-        if self.prompt is None:
-            return 0
         if self.route is Route.CHAT:
-            return max(0, len(self.fields["messages"]) - self._extra_chars)
+            raw = self.fields.get("messages", b"")
+            return max(0, len(raw) - self._extra_chars) + sum(map(len, self.before_messages))
+        if self.prompt is None:  # several, or none that an engine takes
+            return len(self.fields.get("prompt" if self.route is Route.COMPLETIONS else "token_ids", b""))
         return len(self.prompt) if isinstance(self.prompt, str) else 4 * len(self.prompt)
 
     def _single_prompt(self) -> Any:

@@ -1,8 +1,9 @@
 """Conversations and the engines that have them.
 
 The client names a conversation by an id, or the proxy recognises it by its text: each turn repeats the turns before it.
-The running digests over (tenant, model, first message, second message, ...) of one turn are a prefix of those of the
-next turn. Only the digest at the *end* of a turn is entered, and the longest entered prefix of a new turn is its route.
+The running digests over (tenant, model, tools, first message, second message, ...) of one turn are a prefix of those
+of the next turn. Only the digest at the *end* of a turn is entered, and the longest entered prefix of a new turn is its
+route.
 So a common system prompt alone does not match, while a history edited in the middle matches the last turn before the
 edit. Prompts of completions, which have no messages, are split into pieces.
 
@@ -70,13 +71,11 @@ def _pieces(request: request_bodies.ClientRequest) -> Iterator[tuple[bytes, int,
     if prompt is None:
         return
     if request.route is request_bodies.Route.CHAT:
-        # Sorted keys, because the order of a message's fields does not matter.
         before = 0
-        for message in prompt:
-            encoded = msgspec.json.encode(message, order="sorted")
-            for begin, end in _cuts(len(encoded), CHARS_PER_TOKEN, whole=False):
-                yield encoded[begin:end], (before + end) // CHARS_PER_TOKEN, end == len(encoded)
-            before += len(encoded)
+        for part, ends_turn in _chat_parts(request):
+            for begin, end in _cuts(len(part), CHARS_PER_TOKEN, whole=False):
+                yield part[begin:end], (before + end) // CHARS_PER_TOKEN, ends_turn and end == len(part)
+            before += len(part)
         return
     if isinstance(prompt, str):
         for begin, end in _cuts(len(prompt), CHARS_PER_TOKEN, whole=True):
@@ -84,6 +83,15 @@ def _pieces(request: request_bodies.ClientRequest) -> Iterator[tuple[bytes, int,
         return
     for begin, end in _cuts(len(prompt), 1, whole=True):
         yield msgspec.json.encode(prompt[begin:end]), end, True
+
+
+def _chat_parts(request: request_bodies.ClientRequest) -> Iterator[tuple[bytes, bool]]:
+    """(what templates render of a chat, in their order, whether a turn can end with it)."""
+    for raw in request.before_messages:
+        yield bytes(raw), False
+    for message in request.prompt:
+        # Sorted keys, because the order of a message's fields does not matter.
+        yield msgspec.json.encode(message, order="sorted"), True
 
 
 def _cuts(length: int, per_token: int, *, whole: bool) -> Iterator[tuple[int, int]]:
