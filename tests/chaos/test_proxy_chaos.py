@@ -243,6 +243,28 @@ async def test_request_that_an_engine_refuses_while_it_ends_is_sent_elsewhere(bo
         assert (await within(5, c.client.post(path, json=asked))).status_code == 503
 
 
+@pytest.mark.parametrize("how", ["aborts", "answers 500"])
+@pytest.mark.parametrize("restarts", [False, True])
+async def test_engine_that_answers_keeps_its_cache_until_it_restarts(how, restarts):
+    """/pause and /abort_requests abort requests of an engine that lives on."""
+    async with Cluster(d=2) as c:
+        await c.chat("u1")
+        home = c.d[0] if c.d[0].seen else c.d[1]
+        engine = c.core.decode[c.d.index(home)]
+        home.ends, home.status = how == "aborts", 500 if how == "answers 500" else 200
+        home.health = 503 if restarts else 200
+        reply = await within(5, c.chat("u1", "a1", "u2"))
+        assert reply.status_code == 200 and not engine.healthy
+        if restarts:
+            await c.until(lambda: engine.failures > 1)
+            home.health = 200
+        home.ends, home.status = False, 200
+        await c.until(lambda: engine.healthy)
+        await c.chat("u1", "a1", "u2", "a2", "u3")
+        sources = c.p[0].seen[-1].body["kv_transfer_params"]["kvtier"]["sources"]
+        assert [source["engine_id"] == f"id-{home.name}-1" for source in sources] == [False, True][: 2 - restarts]
+
+
 async def test_silent_stream_ends_with_error_after_idle_timeout():
     async with Cluster(stream_idle_timeout=0.2) as c:
         c.d[0].gate = asyncio.Semaphore(1)

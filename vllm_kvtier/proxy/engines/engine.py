@@ -32,7 +32,7 @@ class Engine:
     * ``index``: its number in its role, never reused.
     * ``outstanding``: requests under way; ``tokens``: their prompt tokens still to be computed, as estimated.
     * ``weighted_picks``: how often it was chosen, divided by its weight.
-    * ``instance``: counts failed connections; after each, a new process with an empty cache may answer.
+    * ``instance``: counts failed connections and probes; after each, a new process with an empty cache may answer.
     * ``confirmed``: it has answered at least once.
     * ``drained``: the operator wants no new requests there; ``leaving``: it is no longer in the list of engines.
     * ``source``: its connector's endpoint, if known; ``last_named``: the one that its last answer named.
@@ -157,10 +157,7 @@ class Engine:
     def mark_unavailable(self, reason: str, *, may_have_restarted: bool = True) -> None:
         """Do not use this engine until a probe succeeds. ``may_have_restarted``: its cache may be gone."""
         if may_have_restarted:
-            self.instance += 1
-            self.last_named = None
-            self._named.clear()
-            self.can_be_followed = self._has_several = False
+            self._begin_anew()
         # Many requests may fail at once; that is one failure. A leaving engine is not probed.
         if self.healthy and not self.leaving:
             self.healthy = False
@@ -172,6 +169,13 @@ class Engine:
             self._end_probing()
             self._prober = asyncio.create_task(self._probe_until_healthy(), name=f"probe {self.role} {self.index}")
             self.on_change(self)
+
+    def _begin_anew(self) -> None:
+        """Another process may answer from now on."""
+        self.instance += 1
+        self.last_named = None
+        self._named.clear()
+        self.can_be_followed = self._has_several = False
 
     def probe_in_background(self) -> None:
         """Send a health probe. Until it ends, the engine is used, but does not make the proxy ready."""
@@ -205,6 +209,7 @@ class Engine:
                 break
             logger.debug("kvtier: proxy: health probe failed (%s)", reason)
             self.failures += 1
+            self._begin_anew()
         self._prober = None
         self.confirmed = True
         self._reinstate()

@@ -37,12 +37,14 @@ _TCP_KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP
 class EngineFailure(KVTierError):
     """An engine could not be reached, closed the connection, or did not answer in time.
 
-    ``unreached``: no connection was made, so that the engine cannot have started the request.
+    ``unreached``: no connection was made, so that the engine cannot have started the request. ``lives``: it answered,
+    and has not restarted.
     """
 
-    def __init__(self, message: str, *, unreached: bool = False):
+    def __init__(self, message: str, *, unreached: bool = False, lives: bool = False):
         super().__init__(message)
         self.unreached = unreached
+        self.lives = lives
 
 
 class AnswerTooLarge(EngineFailure):

@@ -19,7 +19,7 @@ Failures and their handling:
 * The decode engine fails later, or ends its stream before ``[DONE]``: the stream ends with an error event.
 * An engine whose core process dies, or is shut down, ends streams that it has not begun with 200 and an error event: as
   if it had answered 5xx. One that is shut down with --shutdown-timeout answers new prompts of token ids with 200, no
-  token and the finish_reason "abort": as if it had failed.
+  token and the finish_reason "abort", and so does one that is paused: as if it had failed, but its cache remains.
 * The client leaves: the task of the request is cancelled. That closes the engine's connection, and the engine aborts.
 * No decode engine takes the export: it is released.
 """
@@ -209,7 +209,7 @@ class Generation(EngineRequest):
             logger.warning("kvtier: proxy: the answer to a prefill cannot be had (%s); its KV is not pulled", failure)
             return Prefill.DONE, None
         except EngineFailure as failure:
-            engine.mark_unavailable(str(failure))
+            engine.mark_unavailable(str(failure), may_have_restarted=not failure.lives)
             return Prefill.FAILED if failure.unreached else Prefill.LOST, None
         if reply.status in _PREFILL_DECLINED:
             self._core.count("prefill_declined")
@@ -280,7 +280,7 @@ class Generation(EngineRequest):
             self._suspects.append(engine)
             return False, failure.answer
         except EngineFailure as failure:
-            engine.mark_unavailable(str(failure))
+            engine.mark_unavailable(str(failure), may_have_restarted=not failure.lives)
             return False, None
         if reply.status == 429 or reply.status >= 500:
             if reply.status >= 500:
@@ -407,9 +407,9 @@ class Generation(EngineRequest):
 
 
 def _check_refusal(engine: Engine, reply: Reply, document: bytes) -> None:
-    """Raise EngineFailure if the engine began nothing, because it is shut down."""
+    """Raise EngineFailure if the engine aborted the request before its first token: it is shut down, or was paused."""
     if reply.status == 200 and response_rewriter.is_refused_at_end(document):
-        raise EngineFailure(f"{engine} is shut down, and aborts new requests.")
+        raise EngineFailure(f"{engine} aborted a request: it is shut down, or was paused.", lives=True)
 
 
 def _is_empty(events: bytes) -> bool:
