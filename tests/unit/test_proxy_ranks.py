@@ -1,7 +1,14 @@
 """Data-parallel ranks behind one URL: each answer names the endpoint of the rank that gave it."""
 
+import json
+
+import msgspec
 import pytest
 from proxy_fakes import Cluster
+
+from vllm_kvtier.proxy.config import EngineAddress, ProxyConfig
+from vllm_kvtier.proxy.engines.engine import Engine
+from vllm_kvtier.proxy.messages.transfer_params import TransferParams
 
 
 def named(c, count: int = -1) -> list[int]:
@@ -48,3 +55,25 @@ async def test_rank_of_a_failed_engine_is_forgotten():
         await c.chat("b")
         await c.chat("a", "x", "more")
         assert named(c) == []
+
+
+RESTARTED = [("a", 1), ("b", 2), ("b", 2)]
+RANKS = [("a_dp0", 1), ("a_dp1", 2)]
+NAMED_BY_THE_OPERATOR = [("a", 1), ("a", 2)]
+OF_TWO_NODES = [("a_dp0", 1), ("b_dp1", 2), ("a_dp0", 1)]
+
+
+@pytest.mark.parametrize(
+    ("answers", "followed"),
+    [(RESTARTED, True), (RANKS, False), (NAMED_BY_THE_OPERATOR, False), (OF_TWO_NODES, False)],
+)
+def test_engine_that_restarted_while_idle_is_followed(answers, followed):
+    """No request failed: the next answer names the new process."""
+    address = EngineAddress("http://p:1")
+    engine = Engine("prefill", 0, address, ProxyConfig(decode=(address,)))
+    for engine_id, port in answers:
+        own = {"engine_id": engine_id, "can_follow": True}
+        params = {"remote_host": "h", "remote_port": port, "kvtier": own}
+        engine.learn(TransferParams(msgspec.Raw(json.dumps(params).encode())))
+    assert engine.can_be_followed is followed and engine.last_named.port == answers[-1][1]
+    assert engine.source_of(None) == (engine.last_named if followed else None)

@@ -6,6 +6,7 @@ fail is used less and less. Healthy engines are not probed.
 """
 
 import asyncio
+import re
 from collections.abc import Callable
 
 from vllm_kvtier.logs import get_logger
@@ -24,6 +25,9 @@ from vllm_kvtier.proxy.messages.transfer_params import Source, TransferParams
 logger = get_logger(__name__)
 
 __all__ = ["AnswerTooLarge", "AnswersFull", "Engine", "EngineFailure", "EngineSlot", "Reply"]
+
+
+_RANK = re.compile(r"_dp\d+$")  # which vLLM adds to the id of each data-parallel rank
 
 
 class Engine:
@@ -120,8 +124,11 @@ class Engine:
         """Take the endpoint from an answer of this engine, and return it; one object each, as many routes have it."""
         if (source := params.source) is None:
             return None
-        endpoint = source.host, source.port
-        self._has_several |= bool(self._named.keys() - {endpoint})
+        endpoint, before = (source.host, source.port), self.last_named
+        if before is not None and endpoint != (before.host, before.port):
+            # A restarted engine has another id and endpoint, for good. Ranks share an id, on each node another one.
+            same = _without_rank(source.engine_id) == _without_rank(before.engine_id)
+            self._has_several |= same or endpoint in self._named
         if self._named.get(endpoint) != source:
             self._named[endpoint] = source
         self.last_named = self._named[endpoint]
@@ -255,6 +262,10 @@ class Engine:
             "kv_endpoint": None if source is None else f"{source.host}:{source.port}",
             "engine_id": None if self.last_named is None else self.last_named.engine_id,
         }
+
+
+def _without_rank(engine_id: str) -> str:
+    return _RANK.sub("", engine_id)
 
 
 class EngineSlot:
