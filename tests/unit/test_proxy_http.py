@@ -143,6 +143,15 @@ async def test_tenants_with_equal_conversation_ids_are_separate():
         assert c.p[0].seen[0].headers["authorization"] == "Bearer ann"
 
 
+@pytest.mark.parametrize(("trusted", "status"), [(True, 400), (False, 200)])
+async def test_tenant_that_is_named_twice_is_refused(trusted, status):
+    """The client's header, and that of a gateway which adds its own."""
+    async with Cluster(trust_tenant_header=trusted) as c:
+        named = [("X-Tenant", "the victim"), ("x-tenant", "cat")]
+        reply = await c.chat("the same text", headers=named)
+        assert reply.status_code == status and len(c.p[0].seen) == (status == 200)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_proxy_report_is_returned_on_request(stream):
     async with Cluster() as c:

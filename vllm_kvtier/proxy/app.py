@@ -99,8 +99,12 @@ class ProxyApp:
                 return "unauthorized", refusal(401, message, "authentication_error", headers)
         if path == "/kvtier/state":
             return path, _only(incoming, ("GET",)) or self._state
+        if core.tenants.trust_header and "x-tenant" in incoming.repeated:
+            # A gateway that adds its own behind the client's would leave the choice to the client.
+            message = "The header X-Tenant is given more than once."
+            return "unauthorized", refusal(400, message, "invalid_request_error", CLOSING)
         tenant = core.tenants.identify(incoming.headers, owner)
-        if owner is not None or core.config.trust_tenant_header:  # else a client can invent tenants
+        if owner is not None or core.tenants.trust_header:  # else a client can invent tenants
             incoming.body_held.tenant = incoming.answer_held.tenant = tenant
         if (route := _GENERATING.get(path)) is not None:
             return path, _only(incoming, ("POST",)) or partial(self._generate, incoming, route, tenant, owner)

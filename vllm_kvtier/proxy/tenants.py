@@ -20,12 +20,12 @@ _DIGEST_BYTES = 32
 
 
 class Tenants:
-    """Derives tenants and salts with a secret, which it never shows."""
+    """Derives tenants and salts with a secret, which it never shows. ``trust_header``: X-Tenant names tenants."""
 
     def __init__(self, secret: bytes | None = None, *, trust_header: bool = False):
         # BLAKE2b takes at most 64 bytes of key; a longer secret is hashed first.
         self._key = hashlib.blake2b(secret or secrets.token_bytes(64)).digest()
-        self._trust_header = trust_header
+        self.trust_header = trust_header
 
     @classmethod
     def from_file(cls, path: str | None, *, trust_header: bool) -> "Tenants":
@@ -51,7 +51,7 @@ class Tenants:
     def identify(self, headers: Mapping[str, str], key_name: str | None = None) -> bytes:
         """The tenant's digest. ``headers`` has lower-case names or is case-insensitive. ``key_name``: the owner's name
         of the API key, if the proxy checks keys."""
-        if self._trust_header and (named := headers.get("x-tenant", "").strip()):
+        if self.trust_header and (named := headers.get("x-tenant", "").strip()):
             return self.digest(b"tenant", b"header", named.encode())
         if key_name is not None:
             return self.digest(b"tenant", b"key", key_name.encode())

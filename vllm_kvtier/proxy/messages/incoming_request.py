@@ -12,8 +12,9 @@ _FORWARDED = ("authorization", "traceparent", "tracestate")
 
 
 class Incoming:
-    """``headers``: by lower-case name, the first of each. ``id``: the client's if its characters are safe, else a new
-    one. ``client``: the sender's address. ``body_held``, ``answer_held``: memory for its body, and for its answer."""
+    """``headers``: by lower-case name, the first of each; ``repeated``: names of several. ``id``: the client's if its
+    characters are safe, else a new one. ``client``: the sender's address. ``body_held``, ``answer_held``: memory for
+    its body, and for its answer."""
 
     def __init__(self, scope: dict, body_held: Held, answer_held: Held):
         self.body_held, self.answer_held = body_held, answer_held
@@ -21,8 +22,12 @@ class Incoming:
         self.path: str = scope["path"].removeprefix(scope.get("root_path", ""))
         self.query: str = scope.get("query_string", b"").decode("latin-1")
         self.headers: dict[str, str] = {}
-        for name, value in scope["headers"]:
-            self.headers.setdefault(name.decode("latin-1"), value.decode("latin-1"))
+        self.repeated: set[str] = set()
+        for raw, value in scope["headers"]:
+            if (name := raw.decode("latin-1")) in self.headers:
+                self.repeated.add(name)
+            else:
+                self.headers[name] = value.decode("latin-1")
         self.client: str = (scope.get("client") or ("", 0))[0]
         given = self.headers.get("x-request-id", "")
         self.id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
