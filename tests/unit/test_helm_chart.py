@@ -137,6 +137,12 @@ def test_chart_options_reach_their_programs():
     assert found["Deployment", "proxy"]["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] == 80
 
 
+def test_chart_proxy_listens_where_the_values_say():
+    found = render("--set-json", 'proxy.config={"host":"::","port":1,"cluster_key_file":"/x"}')
+    proxy = yaml.safe_load(found["ConfigMap", "proxy"]["data"]["proxy.yaml"])
+    assert (proxy["host"], proxy["port"], proxy["cluster_key_file"]) == ("::", 8000, "/etc/kvtier/key/cluster.key")
+
+
 @pytest.mark.parametrize(("port", "last"), [(7200, 7215), (65530, 65535)])
 def test_chart_proxy_reaches_the_endpoints_of_data_parallel_ranks(port, last):
     found = render("--set", f"engine.endpointPort={port}")["NetworkPolicy", "engines"]
