@@ -60,12 +60,13 @@ class Find:
     reach.
 
     ``num_hash_blocks == want.start``: nothing. A tier that can keeps the blocks until ``release`` or its own deadline.
-    ``token``: private to the tier.
+    ``source``: what it reads from, of several that do not share one rate. ``token``: private to the tier.
     """
 
     want: Want
     num_hash_blocks: int
     token: Any = None  # of a type of the tier
+    source: str = ""
 
 
 @dataclass

@@ -1,12 +1,13 @@
 """Promotion: looks up the blocks that a request lacks in memory in the secondary tiers, and reads them into the pool.
 
 A *job* serves one prefix. It asks the tiers in their order, each from the end of the previous tier's blocks, and reads
-the blocks into slots in chunks. Blocks of a chunk are reserved as an engine's are, visible to all lookups once they are
-read, and leased until the job ends, so that the prefix stays complete. If several jobs need a block, the job that
-reserves it reads it, and the others wait for that read. A job goes on when its request is gone. It does not wait for an
-unavailable tier: a device may block its process for hours.
+the blocks into slots in chunks, in its turn (``ReadQueue``). Blocks of a chunk are reserved as an engine's are, visible
+to all lookups once they are read, and leased until the job ends, so that the prefix stays complete. If several jobs
+need a block, the job that reserves it reads it, and the others wait for that read. A job goes on when its request is
+gone. It does not wait for an unavailable tier: a device may block its process for hours.
 """
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -23,80 +24,15 @@ from vllm_kvtier.store.index.removal_history import RemovalReason
 from vllm_kvtier.store.index.types import EXISTS, HASH_BYTES, NO_ROOM, ZERO, BadRequest, GroupShape
 from vllm_kvtier.store.protocol import TierQuery
 from vllm_kvtier.store.tiers.base import Block, Find, Tier, Want
+from vllm_kvtier.store.tiers.promotion_queue import JobKey, PromotionJob, PromotionRead, ReadQueue, Waiter, num_bytes
 from vllm_kvtier.wire.reactor import Timer
-from vllm_kvtier.wire.slots import PAGE
 
 logger = get_logger(__name__)
 
-# Large enough for the full rate of a disk or a network. Small enough that short prefixes can go between, and that most
-# bytes read before a request's wait ends are complete blocks.
-CHUNK_BYTES = 32 << 20
-CHUNK_BLOCKS = 256
-CHUNKS_IN_FLIGHT = 2  # chunks of one read: the tier has the next one when it ends the first
 # If all memory is in use, the failed reservation blocks the server for milliseconds. No job starts for this multiple of
 # that time. If a tenant has its share, nothing is reserved for that tenant.
 FULL_BACKOFF = 20.0
 MAX_JOBS = 256  # at a time; further lookups get what is in memory
-
-_JobKey = tuple[bytes, bytes, tuple[str, ...], tuple[str, ...]]
-
-
-class Waiter:
-    """A call at the end of a job or at ``until``; ``cancel`` it if the client disconnects."""
-
-    __slots__ = ("_call", "_timer", "until")
-
-    def __init__(self, call: Callable[[], None], until: float):
-        self._call: Callable[[], None] | None = call
-        self._timer: Timer | None = None
-        self.until = until
-
-    def fire(self) -> None:
-        call = self._call
-        self.cancel()
-        if call is None:
-            return
-        try:
-            call()
-        except Exception:  # it costs this lookup its answer; the job must end, and with it its leases
-            logger.exception("kvtier: promotion: unexpected error in the answer to a lookup")
-
-    def cancel(self) -> None:
-        self._call = None
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-
-class PromotionRead:
-    """The read of one tier's blocks for one job."""
-
-    def __init__(self, job: "PromotionJob", tier: Tier, find: Find, blocks: list[Block]):
-        self.job, self.tier, self.find = job, tier, find
-        self.rest = blocks  # not reserved yet, last block first
-        self.left_bytes = _nbytes(blocks)  # not read yet
-        self.in_flight = 0
-        self.over = False
-        self.awaited_by: set[PromotionJob] = set()
-
-
-class PromotionJob:
-    """``num_hash_blocks``: end of the blocks found so far. ``asking``: the tier whose ``find`` of ``asked`` is running.
-    ``next_tiers``: to be asked after it. ``status``: (end, time) that this tier expects of its answer, if it has
-    reported that."""
-
-    def __init__(self, key: _JobKey, want: Want, pages_limit: int):
-        self.key, self.want, self.pages_limit = key, want, pages_limit
-        self.num_hash_blocks = want.start
-        self.asking: Tier | None = None
-        self.asked: Want | None = None
-        self.next_tiers: Iterable[Tier] = ()
-        self.status: tuple[int, float] | None = None
-        self.waits_for: set[PromotionRead] = set()  # its own, and other jobs' reads of its blocks
-        self.waiters: list[Waiter] = []
-        self.leases: list[int] = []  # on the blocks read
-        self.over = False
-
 
 class Promotion:
     """On the server's reactor thread. ``client``: this number and smaller ones identify it in the index, one for each
@@ -113,16 +49,13 @@ class Promotion:
         in_flight_bytes: float = math.inf,
     ):
         self._index, self._tiers, self._call_later, self._clock = index, list(tiers), call_later, clock
-        self._max_in_flight = in_flight_bytes
         self._next_client = client
         self._clients: dict[tuple[int, tuple[GroupShape, ...]], int] = {}  # by hash block size and groups
         self._jobs: dict[PromotionJob, None] = {}
-        self._by_prefix: dict[_JobKey, PromotionJob] = {}  # of several jobs the one that starts first
+        self._by_prefix: dict[JobKey, PromotionJob] = {}  # of several jobs the one that starts first
         self._inbound: dict[BlockName, PromotionRead] = {}
-        self._left_bytes: dict[Tier, int] = dict.fromkeys(self._tiers, 0)
-        self._in_flight: dict[Tier, int] = dict.fromkeys(self._tiers, 0)  # bytes
-        # Reads that go on when others have ended, oldest first.
-        self._queued: dict[Tier, dict[PromotionRead, None]] = {tier: {} for tier in self._tiers}
+        self._queues = {tier: ReadQueue(in_flight_bytes) for tier in self._tiers}
+        self._order = itertools.count()
         self._starting = set[Tier]()  # whose queued reads are being started
         self._full_until: dict[bytes, float] = {}  # end of a backoff, by tenant; b"": memory is full
         for tier in self._tiers:
@@ -142,7 +75,7 @@ class Promotion:
             return known
         if len(self._jobs) >= MAX_JOBS or self._is_full(b""):
             return None
-        job = self._by_prefix[key] = PromotionJob(key, want, pages_limit)
+        job = self._by_prefix[key] = PromotionJob(key, want, pages_limit, next(self._order))
         self._jobs[job] = None
         self._seek(job, iter(self._tiers_for(want)))
         return job
@@ -164,10 +97,10 @@ class Promotion:
         return num_hash_blocks
 
     def expected(self, job: PromotionJob) -> TierQuery:
-        """The expected result of a job: the end of its blocks as far as known, the seconds until they are in memory,
-        and the seconds until more is known."""
+        """The expected result of a job if a lookup waits for it: the end of its blocks as far as known, the seconds
+        until they are in memory, and the seconds until more is known."""
         tiers = {read.tier for read in job.waits_for}  # they count what is in flight themselves
-        arrive = max((tier.seconds(self._left_bytes[tier] - self._in_flight[tier]) for tier in tiers), default=0.0)
+        arrive = max((tier.seconds(self._queues[tier].bytes_ahead(job)) for tier in tiers), default=0.0)
         if job.asking is None:
             return TierQuery(job.num_hash_blocks, arrive, 0.0)
         if job.status is None or job.asked is None:
@@ -176,7 +109,7 @@ class Promotion:
         answer = max(job.asking.latency(), when - self._clock())
         if num_hash_blocks <= job.num_hash_blocks or job.waits_for:  # the blocks found already come first
             return TierQuery(job.num_hash_blocks, arrive, answer)
-        nbytes = _nbytes(_blocks(Find(job.asked, num_hash_blocks)))
+        nbytes = num_bytes(_blocks(Find(job.asked, num_hash_blocks)))
         return TierQuery(
             num_hash_blocks,
             answer + job.asking.seconds(nbytes),
@@ -186,9 +119,10 @@ class Promotion:
     def wait(self, job: PromotionJob, wait_seconds: float, call: Callable[[], None]) -> Waiter:
         """Call ``call`` when the blocks found are in memory, or cannot be in time, or after ``wait_seconds``; never
         before this returns."""
-        waiter = Waiter(call, self._clock() + wait_seconds)
-        waiter._timer = self._call_later(0.0 if job.over else max(0.0, wait_seconds), waiter.fire)
-        job.waiters.append(waiter)
+        if not job.waiters:
+            job.order = next(self._order)  # behind those that are waited for already
+        waiter = Waiter(job, call, self._clock() + wait_seconds)
+        waiter.timer = self._call_later(0.0 if job.over else max(0.0, wait_seconds), waiter.fire)
         return waiter
 
     def tiers_changed(self) -> None:
@@ -199,11 +133,16 @@ class Promotion:
             self._index.abandon(self._client(read.find.want), name, RemovalReason.UNREAD)
         for job in list(self._jobs):
             for read in [read for read in job.waits_for if not read.tier.usable]:
-                self._cancel_rest(read)
+                read.cancel()
                 self._end_waits(read)
-                self._go_on(read)
+                self._end_if_read(read)
             if job.asking is not None and not job.asking.usable:
                 self._seek(job, job.next_tiers)
+
+    @property
+    def left_bytes(self) -> int:
+        """Bytes found that no read has begun yet."""
+        return sum(queue.left_bytes for queue in self._queues.values())
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -238,7 +177,6 @@ class Promotion:
         """Answer the waiters whose wait ends before the blocks are expected."""
         soonest = self._clock() + self.expected(job).seconds
         for waiter in [waiter for waiter in job.waiters if waiter.until < soonest]:
-            job.waiters.remove(waiter)
             waiter.fire()
 
     def _tiers_for(self, want: Want) -> list[Tier]:
@@ -259,23 +197,32 @@ class Promotion:
         read = PromotionRead(job, tier, find, _blocks(find))
         job.waits_for.add(read)
         read.awaited_by.add(job)
-        self._left_bytes[tier] += read.left_bytes
-        self._go_on(read)
+        self._queues[tier].add(read)
+        self._go_on(tier)
 
     # -- reading -------------------------------------------------------------------------------------------------
 
-    def _go_on(self, read: PromotionRead) -> None:
-        while read.rest and read.in_flight < CHUNKS_IN_FLIGHT:
-            if self._in_flight[read.tier] >= self._max_in_flight:
-                self._queued[read.tier][read] = None
-                break
-            blocks = self._reserve(read, _chunk(read.rest))
-            if blocks:
-                read.in_flight += 1
-                self._in_flight[read.tier] += _nbytes(blocks)
-                read.tier.read(read.find, blocks, partial(self._arrived, read, blocks))
-        if not read.rest and not read.in_flight and not read.over:
-            self._end(read)
+    def _go_on(self, tier: Tier) -> None:
+        """Start reads, those first in the queue first."""
+        if tier in self._starting:  # a read ended at once; a call for each would exceed the recursion limit
+            return
+        self._starting.add(tier)
+        try:
+            while (read := self._queues[tier].next()) is not None:
+                blocks = self._reserve(read, read.take())
+                if blocks:
+                    read.in_flight += 1
+                    self._queues[tier].begin(read, num_bytes(blocks))
+                    tier.read(read.find, blocks, partial(self._arrived, read, blocks))
+                self._end_if_read(read)
+        finally:
+            self._starting.remove(tier)
+
+    def _end_if_read(self, read: PromotionRead) -> None:
+        if not (read.rest or read.in_flight or read.over):
+            read.over = True
+            read.tier.release(read.find)
+            self._end_waits(read)
 
     def _reserve(self, read: PromotionRead, chunk: list[Block]) -> list[Block]:
         """Reserve slots for a chunk. Returns the blocks to read; other jobs read the rest, or there is no room."""
@@ -288,7 +235,6 @@ class Promotion:
                 got.append(msgspec.structs.replace(block, slot=slot))
                 self._inbound[block.name] = read
                 continue
-            self._less(read, block.pages * PAGE)
             if slot == EXISTS:
                 other = self._inbound.get(block.name)
                 if other is not None and other is not read:
@@ -296,7 +242,7 @@ class Promotion:
                     read.job.waits_for.add(other)
             elif read.rest:  # no room, or its parent was evicted: the blocks after it would be useless
                 self.refused_room += 1
-                self._cancel_rest(read)
+                read.cancel()
         return got
 
     def _slots(self, read: PromotionRead, tenant: bytes, blocks: list[Block]) -> list[int]:
@@ -339,7 +285,6 @@ class Promotion:
         for block in blocks:
             if self._inbound.get(block.name) is read:  # else the namespace was cleared, and another job reads the block
                 del self._inbound[block.name]
-            self._less(read, block.pages * PAGE)
         self._index.commit(client, [block.slot for block in right])
         self._index.abort(client, [block.slot for block in wrong], RemovalReason.UNREAD)
         if right and not read.job.over:
@@ -347,43 +292,14 @@ class Promotion:
             if lease:
                 read.job.leases.append(lease)
         self.promoted_blocks += len(right)
-        self.promoted_bytes += _nbytes(right)
+        self.promoted_bytes += num_bytes(right)
         self.failed_blocks += len(wrong)
         read.in_flight -= 1
-        self._in_flight[read.tier] -= _nbytes(blocks)
+        self._queues[read.tier].end(read, num_bytes(blocks))
         if wrong:
-            self._cancel_rest(read)
-        if read.rest:
-            self._queued[read.tier][read] = None  # after the others
-        else:
-            self._go_on(read)
-        self._start_queued(read.tier)
-
-    def _start_queued(self, tier: Tier) -> None:
-        if tier in self._starting:  # a read ended at once; a call for each would exceed the recursion limit
-            return
-        self._starting.add(tier)
-        queued = self._queued[tier]
-        try:
-            while queued and self._in_flight[tier] < self._max_in_flight:
-                read = next(iter(queued))
-                del queued[read]
-                self._go_on(read)
-        finally:
-            self._starting.remove(tier)
-
-    def _cancel_rest(self, read: PromotionRead) -> None:
-        self._less(read, _nbytes(read.rest))
-        read.rest = []
-
-    def _less(self, read: PromotionRead, nbytes: int) -> None:
-        read.left_bytes -= nbytes
-        self._left_bytes[read.tier] -= nbytes
-
-    def _end(self, read: PromotionRead) -> None:
-        read.over = True
-        read.tier.release(read.find)
-        self._end_waits(read)
+            read.cancel()
+        self._end_if_read(read)
+        self._go_on(read.tier)
 
     def _end_waits(self, read: PromotionRead) -> None:
         jobs, read.awaited_by = read.awaited_by, set()
@@ -417,8 +333,7 @@ class Promotion:
 
 
 def _fire_all(job: PromotionJob) -> None:
-    waiters, job.waiters = job.waiters, []
-    for waiter in waiters:
+    for waiter in list(job.waiters):
         waiter.fire()
 
 
@@ -439,16 +354,3 @@ def _blocks(find: Find) -> list[Block]:
         name = want.block_hashes[(end - 1) * HASH_BYTES : end * HASH_BYTES]
         blocks.append(Block(want.namespace_id, group, name, parent, b"", 0, shape.slot_pages, end))
     return blocks
-
-
-def _nbytes(blocks: Sequence[Block]) -> int:
-    return sum(block.pages for block in blocks) * PAGE
-
-
-def _chunk(rest: list[Block]) -> list[Block]:
-    """Take the next blocks off the end of ``rest``."""
-    taken, pages = list[Block](), 0
-    while rest and len(taken) < CHUNK_BLOCKS and (not taken or (pages + rest[-1].pages) * PAGE <= CHUNK_BYTES):
-        taken.append(rest.pop())
-        pages += taken[-1].pages
-    return taken

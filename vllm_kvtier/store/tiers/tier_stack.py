@@ -23,13 +23,16 @@ from vllm_kvtier.store.tiers.objects.object_names import store_digest
 from vllm_kvtier.store.tiers.objects.tier import ObjectTier
 from vllm_kvtier.store.tiers.process import protocol as m
 from vllm_kvtier.store.tiers.process.tier_process import TierContext
-from vllm_kvtier.store.tiers.promotion import Promotion, Waiter
+from vllm_kvtier.store.tiers.promotion import Promotion
+from vllm_kvtier.store.tiers.promotion_queue import Waiter
 from vllm_kvtier.store.tiers.read_time import Durations
 from vllm_kvtier.wire.reactor import Reactor
 from vllm_kvtier.wire.slots import PAGE
 
 # Client numbers in the index; connections count up from 1, promotion and leases count down.
 PROMOTION, DEMOTION, LEASES = -1, -1_000_000, -1_000_001
+
+AHEAD_SHARE = 0.5  # of the memory, for promotions of requests that will come
 
 
 class TierStack:
@@ -113,7 +116,10 @@ class TierStack:
         waiting.add(waiter)
 
     def prefetch(self, want: Want, pages_limit: int) -> None:
-        """Promote the blocks of a request that will come. Leases nothing to a client."""
+        """Promote the blocks of a request that will come, unless so many are to be promoted already that the first
+        would be evicted before their requests' turn. Leases nothing to a client."""
+        if self._promotion.left_bytes > AHEAD_SHARE * self._index.stats().pool_pages * PAGE:
+            return
         num_hash_blocks = self._index.reach(want.namespace_id, want.block_hashes, 0, pages_limit)
         self._promotion.start(replace(want, start=num_hash_blocks), pages_limit)
 

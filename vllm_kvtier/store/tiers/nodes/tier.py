@@ -66,7 +66,7 @@ class NodesTier(ProcessTier):
                 done(Find(want, want.start))
                 return
             good = self._good_hash_blocks(want, reply.num_hash_blocks, reply.store)
-            find = Find(want, good, (instance, reply.token, reply.store))
+            find = Find(want, good, (instance, reply.token, reply.store), reply.store)
             if find.num_hash_blocks > want.start:
                 self._counts.found_blocks += sum(
                     (find.num_hash_blocks - want.start) // shape.hash_blocks_per_block for shape in want.shapes
