@@ -13,6 +13,7 @@ from vllm_kvtier.bench.row import Row, rates, repeat
 from vllm_kvtier.cli.__main__ import app
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.plan.pays import from_bench
+from vllm_kvtier.worker.device.cuda_driver import CudaError
 
 pytestmark = pytest.mark.timeout(180)  # on a machine whose cores are busy otherwise
 
@@ -113,6 +114,21 @@ def test_bench_failure_keeps_other_benches(tmp_path):
     result = bench("copy", "disk", "--disk", tmp_path / "file", "--json")
     found = json.loads(result.stdout)
     assert result.exit_code == 0 and list(found["failed"]) == ["disk"] and len(found["rows"]) == 2
+
+
+def test_bench_error_of_a_driver_keeps_other_benches(tmp_path, monkeypatch):
+    """A GPU that another process has all memory of, for example: CudaError and torch's errors are RuntimeErrors."""
+
+    def fail(*_):
+        raise CudaError("cuMemHostRegister: CUDA_ERROR_OUT_OF_MEMORY (out of memory)")
+
+    monkeypatch.setattr(copies, "measure", fail)
+    monkeypatch.setattr(torch.cuda, "is_available", fail)
+    result = CliRunner().invoke(app, ["bench", "copy", "disk", "--seconds", "0.2", "--disk-mib", "64", "--json"])
+    assert result.exit_code == 0, result.exception
+    found = json.loads(result.stdout)
+    assert found["failed"].keys() == {"copy"} and "CUDA_ERROR_OUT_OF_MEMORY" in found["failed"]["copy"]
+    assert {row["bench"] for row in found["rows"]} == {"disk"} and "out of memory" in found["machine"]["device"]
 
 
 def test_bench_plot_writes_picture_or_names_matplotlib(tmp_path, monkeypatch):

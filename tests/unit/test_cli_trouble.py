@@ -1,6 +1,7 @@
 """`kvtier` with a terminal, a pipe or a store that is not what one wishes for: words and a status, no traceback."""
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -49,6 +50,14 @@ def test_names_of_clients_are_no_markup(store):
         for command in (["stats"], ["top", "--once", "--interval", 0.05]):
             done = kvtier(*command, "--socket", store.path, COLUMNS="140")
             assert done.returncode == 0 and name in done.stdout, done
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+def test_commands_run_with_closed_output(store, closed):
+    """As jobs of some schedulers do."""
+    command = f"{shlex.join([*COMMAND, 'stats', '--socket', store.path])} {closed}"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and not done.stderr and ("pool pages" in done.stdout) is (closed == "2>&-")
 
 
 def test_stats_to_full_disk_exits_with_error(store):

@@ -293,6 +293,22 @@ def test_doctor_non_loopback_port_without_key_is_found():
     assert ports.port("192.0.2.1:45999", has_key=True).state == "fail", "not an address of this machine"
 
 
+def test_doctor_port_of_name_with_ipv6_address_only_is_tried_there(monkeypatch):
+    with socket.socket(socket.AF_INET6) as taken:
+        taken.bind(("::1", 0))
+        taken.listen()
+        number = taken.getsockname()[1]
+        answer = [(socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("::1", number, 0, 0))]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: answer)
+        assert f"(pid {os.getpid()})" in ports.port(f"six.example:{number}", has_key=True).message
+    check = ports.port(f"six.example:{number}", has_key=True)
+    assert check.state == "warn" and check.message.startswith("free") and "::1" in check.fix
+
+
+def test_doctor_port_of_unknown_name_fails(monkeypatch):
+    assert "cannot listen: " in only([ports.port("no.such.name.invalid:7100", has_key=True)], "fail").message
+
+
 # -- disks ---------------------------------------------------------------------------------------------------------
 
 
@@ -334,6 +350,14 @@ def test_doctor_unwritable_disk_fails(tmp_path, call, code, cause):
 def test_doctor_disk_below_a_folder_of_another_user_fails(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "exists", lambda path: BadDisk("open", errno.EACCES).open(str(path), 0))
     assert "may not write to" in only(disk.disk(tmp_path, GIB), "fail").message
+
+
+def test_doctor_disk_that_cannot_be_listed_fails(tmp_path, monkeypatch):
+    """A directory of mode 0300, for example: the disk tier reads its list of files."""
+    monkeypatch.setattr(os, "scandir", lambda path: BadDisk("open", errno.EACCES).open(str(path), 0))
+    monkeypatch.setattr(os, "listdir", lambda path: BadDisk("open", errno.EACCES).open(str(path), 0))
+    check = only(disk.disk(tmp_path, GIB), "fail")
+    assert "cannot be listed: Permission denied" in check.message and str(tmp_path) in check.message
 
 
 def test_doctor_writable_disk_is_ok_and_left_clean(tmp_path):

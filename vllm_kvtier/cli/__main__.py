@@ -40,7 +40,8 @@ app.command("prefetch", hidden=True)(pin.warm)
 
 
 def main() -> None:
-    # With LANG=C the terminal's encoding lacks the characters of bars.
+    # None: the shell has closed it (`>&-`). With LANG=C the terminal's encoding lacks the characters of bars.
+    sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")
     try:

@@ -59,6 +59,8 @@ def bench(
                 rows += _measure(name, seconds, folder, disk_mib << 20, device, nixl_backend or ["UCX"])
             except KVTierError as error:
                 failed[name] = str(error)
+            except (RuntimeError, OSError) as error:  # of a driver, of torch
+                failed[name] = f"{type(error).__name__}: {error}"
     for name, reason in failed.items():
         errors.print(f"{name}: {reason}", markup=False)
     about = _about(device)
@@ -103,6 +105,8 @@ def _about(device: str) -> dict[str, str | int]:
             name = torch.cuda.get_device_name()
     except ModuleNotFoundError:
         name += ", no torch"
+    except RuntimeError as error:
+        name += f", {error}"
     return {"device": name, "kernel": platform.release(), "cores": len(os.sched_getaffinity(0))}
 
 

@@ -3,6 +3,7 @@
 import errno
 import mmap
 import os
+import stat
 from pathlib import Path
 
 from vllm_kvtier.doctor.report import Check, fail, ok, warn
@@ -57,13 +58,26 @@ def _unwritable(name: str, folder: Path, error: OSError) -> Check:
 def _free_space(name: str, parent: Path, folder: Path, size: int) -> Check:
     found = os.statvfs(parent)
     free = found.f_bavail * found.f_frsize
-    if folder.is_dir():  # files of an earlier store are reused
-        free += sum(each.stat().st_blocks * 512 for each in folder.iterdir() if each.is_file())
+    try:
+        if folder.is_dir():  # files of an earlier store are reused
+            free += sum(_allocated(each) for each in folder.iterdir())
+    except OSError as error:
+        fix = "give the directory to the user that runs the engines"
+        return fail(name, f"{folder} cannot be listed: {error.strerror or error}", fix)
     if free < size:
         message = f"{format_bytes(free)} are free, {format_bytes(size)} are configured"
         message += ": the tier will be smaller"
         return warn(name, message, "a smaller store_disk_size, or more free space on that disk")
     return ok(name, f"{format_bytes(free)} free for {format_bytes(size)}")
+
+
+def _allocated(file: Path) -> int:
+    """Bytes; 0 for what is no file, or was removed meanwhile."""
+    try:
+        found = file.lstat()
+    except FileNotFoundError:
+        return 0
+    return found.st_blocks * 512 if stat.S_ISREG(found.st_mode) else 0
 
 
 def _kind(name: str, parent: Path, files: Files, mounts: Path) -> list[Check]:

@@ -5,7 +5,7 @@ import socket
 from pathlib import Path
 
 from vllm_kvtier.doctor.engines.endpoint import parse_address
-from vllm_kvtier.doctor.report import Check, fail, ok
+from vllm_kvtier.doctor.report import Check, fail, ok, warn
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.wire.auth import is_loopback
 
@@ -21,17 +21,24 @@ def port(address: str, has_key: bool) -> Check:
         message = f"{host} can be reached from other machines, which needs a key shared by the cluster"
         fix = "create one with `python -m vllm_kvtier.wire.auth FILE`, set cluster_key_file, give doctor --cluster-key"
         return fail(name, message, fix)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        found = {each[0]: each[4] for each in socket.getaddrinfo(host, number, type=socket.SOCK_STREAM)}
+    except OSError as error:
+        return fail(name, f"cannot listen: {error.strerror or error}", "give a name or an address of this machine")
+    family = socket.AF_INET if socket.AF_INET in found else socket.AF_INET6
     with socket.socket(family, socket.SOCK_STREAM) as sock:
         # As ZMQ listens: sockets in TIME_WAIT do not count.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            sock.bind((host, number))
+            sock.bind(found[family])
             sock.listen(1)
         except OSError as error:
             owner = listener(number)
             taken = f"in use by {owner}" if owner else f"cannot listen: {error.strerror or error}"
             return fail(name, taken, "choose another port, or 0 for any free one; or stop that process")
+    if family is socket.AF_INET6 and ":" not in host:
+        message = f"free, but {host} has only an IPv6 address: the proxy listens on such a name, an engine does not"
+        return warn(name, message, f"endpoint_host: {found[family][0]}")
     return ok(name, "free")
 
 
