@@ -3,6 +3,7 @@ room."""
 
 import random
 import time
+from collections import OrderedDict
 from types import SimpleNamespace
 
 import pytest
@@ -512,7 +513,7 @@ def test_matcher_names_engines_that_workers_have_forgotten_again(seed, monkeypat
     """Of engines that are restarted again and again, neither side remembers more than so many."""
     monkeypatch.setattr("vllm_kvtier.jobs.transfer_jobs.MAX_PEERS_REMEMBERED", 8)
     monkeypatch.setattr("vllm_kvtier.scheduler.matching.request_matcher.MAX_PEERS_REMEMBERED", 8)
-    rng, (made, peers), known, named = random.Random(seed), matcher(), {}, 0
+    rng, (made, peers), known, named = random.Random(seed), matcher(), OrderedDict(), 0
     for i in range(200):
         request = make_request(f"r{i}", [i * 10 + j for j in range(40)], HASH_BLOCK_SIZE, HANDOFF)
         made.match(request, 0)

@@ -5,6 +5,7 @@ import resource
 import threading
 import time
 import weakref
+from collections import OrderedDict
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,7 +18,7 @@ from support import Uncontained, descriptors_of_processes, eventually
 from worker_halves import worker_without_threads
 
 from vllm_kvtier.errors import KVTierError
-from vllm_kvtier.jobs.transfer_jobs import MAX_PEERS_REMEMBERED, ChecksumJob, StepWork
+from vllm_kvtier.jobs.transfer_jobs import MAX_PEERS_REMEMBERED, ChecksumJob, StepWork, remember_peer
 from vllm_kvtier.wire import link as lm
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.link import LinkPlace, LinkServer
@@ -115,6 +116,31 @@ def test_fetch_jobs_of_one_step_are_one_device_launch(there):
     ]  # fmt: skip
     assert "1 of 1 blocks from s/1 have a wrong checksum" in results[1].reason
     assert all(r.bytes == 384 and r.seconds > 0 and not r.unmappable for r in results) and not fetches.active
+
+
+def test_engine_that_is_named_again_stays_known(there):
+    """To the reactor, which may begin a fetch from it meanwhile."""
+    fetches, _ = on_device(there)
+    removed = []
+
+    class Engines(OrderedDict):
+        def pop(self, name, *default):
+            removed.append(name)
+            return super().pop(name, *default)
+
+    fetches._engines = Engines(fetches._engines)
+    fetches.add_engine("s/1", there.infos)
+    assert removed == [] and list(fetches._engines) == ["s/2", "s/1"]
+
+
+def test_engine_that_ends_while_it_is_named_is_no_error():
+    class Engines(OrderedDict):
+        def __setitem__(self, name, ranks):
+            super().__setitem__(name, ranks)
+            del self[name]  # as the reactor's thread does
+
+    known = Engines()
+    assert remember_peer(known, "s/1", []) == [] and not known
 
 
 def test_fetch_on_host_is_time_sliced(there):

@@ -1,7 +1,9 @@
 """Jobs that the scheduler side gives the workers in a step; vLLM carries them as connector metadata."""
 
 import math
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
@@ -192,13 +194,15 @@ MAX_PEERS_REMEMBERED = 512
 _Facts = TypeVar("_Facts")
 
 
-def remember_peer(known: dict[str, _Facts], instance: str, facts: _Facts) -> list[str]:
-    """Enter an engine. Returns those that are removed for it, which were named longest ago."""
-    known.pop(instance, None)
+def remember_peer(known: OrderedDict[str, _Facts], instance: str, facts: _Facts) -> list[str]:
+    """Enter an engine. Returns those that are removed for it, which were named longest ago. Other threads may look
+    engines up, and remove some, meanwhile: one that is known stays so."""
     known[instance] = facts
+    with suppress(KeyError):  # it has just ended
+        known.move_to_end(instance)
     removed = list(known)[: max(0, len(known) - MAX_PEERS_REMEMBERED)]
     for each in removed:
-        del known[each]
+        known.pop(each, None)
     return removed
 
 

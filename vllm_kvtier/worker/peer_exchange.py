@@ -9,6 +9,7 @@ Set-up takes seconds, and no lock that a step waits for.
 import itertools
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 
 import torch
@@ -69,7 +70,7 @@ class PeerExchange:
         self.suspended = False
         self._unfinished: list[tuple[str, Callable[[], object]]] = []  # what ``suspend`` could not end yet
         self._retiring: list[Pulls] = []  # of memory that was taken away; their agents may not have ended
-        self._engines: dict[str, list[m.RankInfo]] = {}  # ranks of the engines that jobs may name
+        self._engines: OrderedDict[str, list[m.RankInfo]] = OrderedDict()  # ranks of the engines that jobs may name
         self._checksums: list[tuple[int, Pending]] = []  # of each step, under way on the device
         self._urgent_step = -1  # peers wait for the checksums of steps up to this one
         self.generation = 0  # of the checksums, as ``StepWork.generation``

@@ -12,7 +12,7 @@ stops answering without that (its machine is gone, or it hangs).
 import itertools
 import math
 import time
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -83,8 +83,8 @@ class LeaseClient(LeaseConnections[_Connection]):
         self._hello, self._reach, self._world = hello, reach, world
         # A followed prefill gives up without an answer for as long as a transfer may take.
         self._heartbeat_seconds = min(config.lease_seconds, config.transfer_timeout) / 3
-        self._unmappable: dict[str, None] = {}  # instances
-        self._unreadable: dict[str, float] = {}  # instance -> time from which another request may try
+        self._unmappable: OrderedDict[str, None] = OrderedDict()  # instances
+        self._unreadable: OrderedDict[str, float] = OrderedDict()  # instance -> time from which another request may try
         self._kept: Mapping[str, PrefillHandoff] = {}  # see ``keep_exports``
         self._keeping: Timer | None = None
         self._keep_at = math.inf  # when it fires

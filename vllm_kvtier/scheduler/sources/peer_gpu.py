@@ -1,6 +1,7 @@
 """The GPU cache of another engine of this node."""
 
 import time
+from collections import OrderedDict
 from collections.abc import Iterable
 
 from vllm_kvtier.jobs.results import Result
@@ -45,7 +46,7 @@ class PeerGpuSource(PeerLeaseSource):
     def __init__(self, context: LoadContext):
         super().__init__(context)
         self._backoff_until: dict[str, float] = {}  # instance -> until when it is not asked
-        self._unreadable: dict[str, None] = {}  # instances; the lease client has logged the reason
+        self._unreadable: OrderedDict[str, None] = OrderedDict()  # instances; the lease client has logged the reason
 
     def candidates(self, state: RequestState) -> Iterable[Candidate]:
         return ()

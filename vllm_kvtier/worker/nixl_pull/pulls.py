@@ -12,6 +12,7 @@ rounds, one after another.
 
 import enum
 import time
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -80,7 +81,7 @@ class Pulls:
     def __init__(self, transport: NixlTransport, memory: PeerMemory, rank: int, heads: Sequence[HeadRange] = ()):
         """``heads``: by group, the KV heads that this rank holds; (): unknown."""
         self._transport, self._memory = transport, memory
-        self._sources: dict[str, list[RankInfo]] = {}
+        self._sources: OrderedDict[str, list[RankInfo]] = OrderedDict()
         self._direct = DirectReads(transport, memory, rank, heads)
         self._staged = StagedReads(transport, memory, rank, heads)
         self._pulls: list[_Pull] = []

@@ -11,7 +11,7 @@ or a piece of a host's copies takes, and longer in ``start_now``, ``wait_until_d
 import errno
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -84,7 +84,7 @@ class PeerFetches:
         self.on_device = view.device.type == "cuda"
         self._view, self._heads, self._rank = view, heads, rank
         self._copier = make_peer_copier(view, table) if copier is None else copier
-        self._engines: dict[str, list[RankInfo]] = {}
+        self._engines: OrderedDict[str, list[RankInfo]] = OrderedDict()
         self._ready: dict[str, int] = {}  # of each mapped source, the number of blocks that all of its ranks have
         self._unmappable: dict[str, str] = {}
         self._running: deque[_Fetch] = deque()
@@ -103,6 +103,7 @@ class PeerFetches:
             return running | {result.request_id for result in self._ended}
 
     def add_engine(self, instance: str, ranks: list[RankInfo]) -> None:
+        """Without the lock, which mapping a source holds for long: the model runner would wait."""
         for each in remember_peer(self._engines, instance, ranks):
             self._logged.discard(each)
             self._unmappable.pop(each, None)
