@@ -5,6 +5,7 @@ import threading
 import time
 from dataclasses import replace
 
+import msgspec
 import pytest
 import zmq
 from context_fakes import engine_of
@@ -19,6 +20,8 @@ from vllm_kvtier.scheduler.leases.lease_client import SAME_NODE, LeasedBlocks
 from vllm_kvtier.scheduler.leases.lease_server import LeaseServer, LeaseServerEvents
 from vllm_kvtier.scheduler.matching.transfer_params import PrefillHandoff
 from vllm_kvtier.scheduler.sources.base import LookupMiss
+from vllm_kvtier.shapes.read_paths import Reach
+from vllm_kvtier.telemetry.stats import Counters
 from vllm_kvtier.wire import dealer
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.auth import ClusterKey
@@ -104,10 +107,16 @@ def test_lease_request_gets_longest_prefix_and_records_puller(make):
     assert asker.answer(source.address, export="e", digest=b"other").code == "digest_mismatch"
 
 
-def test_lease_is_renewed_by_heartbeats(make):
-    """Pings renew them: three lease times later they are still there."""
-    source, asker = make(Source), make(Asker)
+@pytest.mark.parametrize("options", [{}, {"lease_seconds": 60.0}])
+@pytest.mark.parametrize("follows", [False, True])
+def test_lease_is_renewed_by_heartbeats(make, options, follows):
+    """Pings renew them: three lease times later they are still there. The time is the source's; the asker may send some
+    pings already, for a lease that it waits for."""
+    source, asker = make(Source), make(Asker, **options)
     source.table.add(export())
+    if follows:
+        ask = {"start": 0, "block_hashes": [], "export": "other", "digest": b"digest", "lora_fingerprint": b""}
+        asker.peers.follow(source.address, 60.0, lambda: None, **ask)
     offer = asker.answer(source.address)
     deadlines = set()
     lease = source.table._leases[offer.lease]
@@ -141,6 +150,31 @@ def test_export_outlives_handoff_seconds_while_its_request_is_queued(make, end, 
         matcher.allocated(request, ([1],), 0)
     else:
         matcher.finished(request)
+    eventually(lambda: sorted(source.freed) == list(range(1, 9)))
+
+
+@pytest.mark.parametrize(
+    "reason, options",
+    [
+        ("digest_mismatch", {}),  # the prompt is another one
+        ("layout", {"reach": lambda ranks: Reach(frozenset(), "the layouts differ")}),
+        ("namespace_mismatch", {"namespace": msgspec.structs.replace(NAMESPACE, model="other")}),
+    ],
+)
+def test_export_that_its_reader_cannot_use_is_freed_at_once(make, reason, options):
+    """The reader computes the prompt; the blocks were kept for ``handoff_seconds``."""
+    source, asker = make(Source), make(Asker, **options)
+    source.table.add(export())
+    counters = Counters()
+    matcher = make_matcher(
+        load_context([(HASH_BLOCK_SIZE, None)], HASH_BLOCK_SIZE, asker.peers, counters=counters,
+                     config=KVTierConfig(pull_threshold=4))
+    )  # fmt: skip
+    params = {"do_remote_prefill": True, "kvtier": {"export": "e"}}
+    params |= {"remote_host": source.address[0], "remote_port": source.address[1]}
+    request = make_request("r", list(range(40)), HASH_BLOCK_SIZE, params)
+    eventually(lambda: matcher.match(request, 0) == (0, False))
+    assert counters.take()[f"lookups_declined|{reason}"] == 1
     eventually(lambda: sorted(source.freed) == list(range(1, 9)))
 
 

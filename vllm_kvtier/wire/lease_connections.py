@@ -34,6 +34,7 @@ class ClientConnection:
     dealer: Dealer | LocalDealer
     last_used: float = field(default_factory=time.monotonic)
     last_received: float = 0.0
+    heartbeat_seconds: float = 0.0  # between them, if there are any
     leases: set[int] = field(default_factory=set)
     timers: dict[str, Timer] = field(default_factory=dict)  # by purpose
 
@@ -116,7 +117,7 @@ class LeaseConnections(Generic[Client]):
         connection.timers[purpose] = self._reactor.call_later(seconds, callback)
 
     def _keep_alive(self, connection: Client, seconds: float) -> None:
-        """Send heartbeats every ``seconds`` from now on. Idempotent."""
+        """Send heartbeats every ``seconds`` from now on, or more often, if they are under way already."""
 
         def beat() -> None:
             del connection.timers["heartbeat"]
@@ -125,7 +126,11 @@ class LeaseConnections(Generic[Client]):
 
         if "heartbeat" not in connection.timers:
             connection.last_received = time.monotonic()  # an idle server sends nothing
-            self._after(connection, "heartbeat", seconds, beat)
+        elif seconds >= connection.heartbeat_seconds:
+            return
+        connection.cancel("heartbeat")
+        connection.heartbeat_seconds = seconds
+        self._after(connection, "heartbeat", seconds, beat)
 
     def _pause(self, address: Any, seconds: float, reason: Any = True) -> None:
         """Do not ask the address for so long."""

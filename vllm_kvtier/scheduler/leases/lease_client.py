@@ -44,6 +44,7 @@ REFUSED_PAUSE = 30.0  # seconds before an incompatible peer is asked again
 DOWN_PAUSE = 2.0  # seconds before an unreachable peer is asked again
 IDLE_CLOSE_SECONDS = 600.0  # seconds after which an unused connection is closed
 MAX_CONNECTIONS = 512
+MIN_LEASE_SECONDS = 0.3  # heartbeats keep no shorter ones
 MAX_HASH_SIZE_RATIO = 64  # of two engines' hash blocks
 MAX_FOLLOW_WAITS = 10  # a prefill may wait in its engine's queue for so many times ``transfer_timeout``
 
@@ -401,7 +402,8 @@ class LeaseClient(LeaseConnections[_Connection]):
         pending = connection.asked.get(granted.lookup_id)
         leased = self._leased(connection, granted, pending)
         connection.leases.add(granted.lease)
-        self._keep_alive(connection, self._heartbeat_seconds)
+        # The time is the peer's: its option may be shorter than ours.
+        self._keep_alive(connection, min(self._heartbeat_seconds, max(MIN_LEASE_SECONDS, granted.expires_in) / 3))
         if leased.path is not ReadPath.MAPPED and leased.instance in self._unreadable:
             self._unreadable[leased.instance] = time.monotonic() + self._config.transfer_timeout
         if isinstance(pending, FollowedLease):
