@@ -138,8 +138,7 @@ class SourceSelector:
             self._add_candidates(state, result)
             logger.debug("kvtier: %s: %s", state.request.request_id, result.reason)
             self._miss(state, result.code)
-            if result.code in ("timeout", "checksums_not_ready", "unreachable"):
-                candidate.source.release_export(state)  # the prompt is computed here
+            candidate.source.release_export(state)  # the prompt is computed here
         elif source.holds_hit:
             source.on_held(state, result)
             self.release_held(state)
