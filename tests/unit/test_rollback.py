@@ -7,8 +7,10 @@ import pytest
 import torch
 from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, SchedulerConfig, SpeculativeConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
+from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -121,12 +123,12 @@ def engine(root):
     return make
 
 
-def request(name, max_tokens=4, first=100):
+def request(name, max_tokens=4, first=100, media=None):
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0)
     params.update_from_generation_config({}, 1)
     return Request(
         request_id=name, prompt_token_ids=list(range(first, first + PROMPT)), sampling_params=params,
-        pooling_params=None, block_hasher=get_request_block_hasher(BLOCK, sha256),
+        pooling_params=None, block_hasher=get_request_block_hasher(BLOCK, sha256), mm_features=media,
     )  # fmt: skip
 
 
@@ -181,6 +183,29 @@ def test_rollback_restarts_request_after_last_good_block(engine, asynchronous, d
     start = 11 if asynchronous else 10
     assert made == list(range(start, start + max_tokens))
     assert scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == 39
+
+
+@pytest.mark.parametrize("length", [40, 44, 45, 46])
+@pytest.mark.parametrize("v2", [False, True])
+def test_rollback_is_possible_where_workers_have_the_media_that_they_compute_again(engine, v2, length):
+    """An image from token 20 on; 64 tokens are loaded. V1 workers that lack its pixels end."""
+    scheduler = engine(False)
+    scheduler.use_v2_model_runner = v2
+    scheduler.encoder_cache_manager, scheduler.max_num_encoder_input_tokens = EncoderCacheManager(100), 100
+    place = PlaceholderRange(offset=20, length=length)
+    media = [MultiModalFeatureSpec(MultiModalKwargsItem({}), "image", "one", place)]
+    asked = request("r", media=media)
+    scheduler.add_request(asked)
+    possible = rollback.possible(scheduler, scheduler.connector, asked, 64)
+    first = scheduler.schedule()
+    [known] = first.scheduled_new_reqs[0].mm_features
+    (blocks,) = scheduler.kv_cache_manager.get_block_ids("r")
+    scheduler.update_from_output(first, run(first, 666, blocks[1:3]))
+    again = scheduler.schedule()
+    assert again.scheduled_encoder_inputs == ({} if length > 44 else {"r": [0]}), "the first step has computed it"
+    for new in again.scheduled_new_reqs:
+        [known] = new.mm_features
+    assert possible == (known.data is not None) == (v2 or length > 44)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

@@ -108,6 +108,17 @@ def test_sync_load_is_eligible_for_short_loads_of_plain_requests(engine):
     assert not make(beside).is_eligible(t, 0, 1)
 
 
+@pytest.mark.parametrize("end, eligible", [(15, False), (16, False), (17, True)])
+def test_sync_load_of_media_is_one_that_can_be_rolled_back(engine, end, eligible):
+    """The engine would end: see ``rollback.possible``. An asynchronous load that fails is no step that computed."""
+    t = tracked()
+    t.request.mm_features = [SimpleNamespace(mm_position=SimpleNamespace(offset=2, length=end - 2))]
+    engine.use_v2_model_runner = False
+    assert make(engine).is_eligible(t, 0, 1) == eligible
+    engine.use_v2_model_runner = True
+    assert make(engine).is_eligible(t, 0, 1)
+
+
 @pytest.mark.parametrize("lender", ["", "P/1"])
 def test_sync_load_beside_others_must_be_short(engine, lender):
     others = SimpleNamespace(**{**vars(engine), "get_request_counts": lambda: (3, 2)})

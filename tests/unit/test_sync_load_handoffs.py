@@ -291,6 +291,13 @@ def test_last_part_of_followed_prefill_is_read_in_the_step_that_computes_its_las
     engine.finish(other)
 
 
+def with_image(engine):
+    """That ends before the last token: the workers of vLLM's V1 model runner would not have it."""
+    place = SimpleNamespace(offset=30, length=11)
+    engine.vllm.requests["r"].mm_features = [SimpleNamespace(mm_position=place)]
+    engine.vllm.use_v2_model_runner = False
+
+
 def busy(engine):
     engine.vllm.get_request_counts = lambda: (3, 1)
     engine.planner._cost("peer_gpu").rate = LoadRate(1e3, 1e-6, 1.0)
@@ -299,7 +306,7 @@ def busy(engine):
 @pytest.mark.parametrize("fields, before", [
     ({"instance": "a/2"}, None), ({"path": ReadPath.DIRECT}, None), ({}, lambda engine: busy(engine)),
     ({}, lambda engine: setattr(engine.vllm, "requests", {})), ({}, lambda engine: engine.sync_load._mapped.clear()),
-    ({}, lambda engine: setattr(engine.sync_load, "_seconds", 0.0)),
+    ({}, lambda engine: setattr(engine.sync_load, "_seconds", 0.0)), ({}, lambda engine: with_image(engine)),
 ])  # fmt: skip
 def test_last_part_of_followed_prefill_is_asynchronous(engine, fields, before):
     request, pending, ids = followed(engine)

@@ -98,8 +98,7 @@ class SyncLoad:
         cost_key = hit.source.timed_as(hit)
         if not cost_key or not hit.source.supports_sync_load(hit) or state.request.num_tokens - 1 <= computed:
             return False
-        # vLLM itself rolls back tokens of a session that goes on with more input.
-        if state.request.resumable or not rollback.serves(self._scheduler(), self._connector):
+        if not rollback.possible(self._scheduler(), self._connector, state.request, hit.tokens):
             return False
         if self._is_backing_off(cost_key):
             return False
@@ -120,7 +119,7 @@ class SyncLoad:
         if not self.possible or self.verification_pending or instance not in self._mapped:
             return False
         scheduler, request = self._scheduler(), state.request
-        if request.resumable or not rollback.serves(scheduler, self._connector):
+        if not rollback.possible(scheduler, self._connector, request, request.num_tokens - 1):
             return False
         if not rollback.waits_for_load(scheduler, request) or self._is_backing_off(cost_key):
             return False

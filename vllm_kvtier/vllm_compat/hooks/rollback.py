@@ -24,6 +24,18 @@ def serves(scheduler: Any, connector: Any) -> bool:
     return scheduler is not None and connector is not None and scheduler.connector is connector
 
 
+def possible(scheduler: Any, connector: Any, request: Any, tokens: int) -> bool:
+    """Whether this request can be rolled back after a step that computed behind its first ``tokens`` tokens.
+
+    vLLM itself rolls back tokens of a session that goes on with more input. Its workers get the media of a new request
+    without those that end within what is computed. Those of the V1 model runner get none when it is resumed, and end.
+    """
+    if request.resumable or not serves(scheduler, connector):
+        return False
+    places = (feature.mm_position for feature in request.mm_features or ())
+    return not any(place.offset + place.length <= tokens for place in places) or scheduler.use_v2_model_runner
+
+
 def uses(scheduler: Any, connector: Any) -> bool:
     """Whether ``connector`` is the scheduler's own, or one of those in its MultiConnector."""
 

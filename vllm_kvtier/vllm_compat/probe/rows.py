@@ -312,7 +312,10 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "scheduler's requests", Feature.SYNC_LOADS, "which run, wait, and were in the step before",
-        sets={_SCHEDULER: "running requests connector prev_step_scheduled_req_ids finished_recving_kv_req_ids"},
+        sets={
+            _SCHEDULER: "running requests connector prev_step_scheduled_req_ids finished_recving_kv_req_ids "
+            "use_v2_model_runner"
+        },
         calls=((f"{_SCHEDULER}.get_request_counts", 1, ()),),
     ),
     Row(
