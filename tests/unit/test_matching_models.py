@@ -143,6 +143,15 @@ def test_matching_reads_early_only_what_was_just_promised():
     assert made.match(request, 0) == (18, True) and made.get("r").hit.lease == 8
 
 
+@pytest.mark.parametrize("last", [-1, 1 << 31, True, "5", None])
+def test_matching_reads_nothing_early_from_malformed_blocks(last):
+    made, peers = _matcher([(HASH_BLOCK_SIZE, None)])
+    peers.known = lambda address, instance: []
+    params = _early_params(18)
+    params["remote_block_ids"][0][-1] = last
+    assert made.match(make_request("r", list(range(18)), HASH_BLOCK_SIZE, params), 0) == (None, False)
+
+
 @pytest.mark.parametrize("codec", ["raw", "int8", {"full": "fp8"}])
 def test_matching_encoded_export_is_not_read_early(codec):
     """Encoding the end of a prompt takes longer than the way of its answer: such reads failed their checksums."""

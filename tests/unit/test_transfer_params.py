@@ -6,8 +6,12 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support import make_request
+from test_engine_thread import BLOCK, KVTIER, engine, kvtier  # noqa: F401
+from vllm.v1.request import RequestStatus
 
 from vllm_kvtier.scheduler.leases.exports import Export, GroupBlocks, LeaseKind
+from vllm_kvtier.scheduler.matching import transfer_params
 from vllm_kvtier.scheduler.matching.transfer_params import (
     MAX_PEERS,
     MIN_EXPIRES_IN,
@@ -92,6 +96,20 @@ def test_transfer_params_with_nixl_names_only_are_read():
         assert read({**HANDOFF, **NIXL_V2, "remote_host": host, "remote_port": 1}).peers == ((host, 1),)
 
 
+def test_transfer_params_of_a_request_are_read_once_and_their_block_ids_for_an_early_read_only(engine, monkeypatch):  # noqa: F811
+    """They are a long prompt's: each look at all of them costs vLLM's scheduler thread half a millisecond."""
+    read_of, looked = [], []
+    monkeypatch.setattr(transfer_params, "_early_read_info", lambda *_: read_of.append(1))
+    monkeypatch.setattr(EarlyReadInfo, "block_ids", lambda self: looked.append(1))
+    core = engine(KVTIER)
+    kvtier(core)._scheduler._engine.look_at(core)
+    core.scheduler.add_request(make_request("r", list(range(90)), BLOCK, params=HANDOFF))
+    for _ in range(3):
+        core.scheduler.schedule()
+    core.scheduler.finish_requests("r", RequestStatus.FINISHED_ABORTED)
+    assert (read_of, looked) == ([1], [])
+
+
 @pytest.mark.parametrize("name", ["r", "", "kvtier", "kvtier/", 7, None, ["kvtier/r"]])
 @pytest.mark.parametrize("ours", [{}, {"kvtier": {"v": 1, "prompt_tokens": 9}}, {"kvtier": {"export": 7}}])
 def test_transfer_params_that_name_no_export_of_ours_name_no_address(name, ours):
@@ -115,7 +133,10 @@ def test_transfer_params_round_trip():
     for seconds, kept in [(0.001, MIN_EXPIRES_IN), (10**400, 10**400), *bad]:
         assert read({**written, "kvtier": {**written["kvtier"], "expires_in": seconds}}).handoff.expires_in == kept
     assert read(written).handoff.early_read == EarlyReadInfo("e/1", 33, b"\x01\x02", [[1, 2]])
-    for broken in ([[1, "2"]], [[-1]], 7, None, [[True]]):
+    assert read(written).handoff.early_read.block_ids() == [[1, 2]]
+    for broken in ([[1, "2"]], [[-1]], [[True]], [7]):
+        assert read({**written, "remote_block_ids": broken}).handoff.early_read.block_ids() is None
+    for broken in (7, None):
         assert read({**written, "remote_block_ids": broken}).handoff.early_read is None
     turned = {**written, "do_remote_prefill": False, "do_remote_decode": True}  # vLLM's multi-turn proxy does this
     assert read(turned) == Hints(peers=(("h", 7),), export_prefill=True, asked=True)

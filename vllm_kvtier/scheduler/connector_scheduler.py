@@ -17,7 +17,7 @@ from vllm_kvtier.logs import get_logger
 from vllm_kvtier.scheduler.leases.export_builder import RESERVE_PER_REQUEST
 from vllm_kvtier.scheduler.leases.exports import LeaseKind
 from vllm_kvtier.scheduler.matching.request_lifecycle import State
-from vllm_kvtier.scheduler.matching.transfer_params import read, write, write_report
+from vllm_kvtier.scheduler.matching.transfer_params import hints, write, write_report
 from vllm_kvtier.scheduler.peer_access import WORKERS_SECONDS
 from vllm_kvtier.scheduler.sources.base import Job
 from vllm_kvtier.scheduler.wiring import SchedulerParts
@@ -57,7 +57,7 @@ class KVTierConnectorScheduler(SchedulerParts):
     def on_new_request(self, request: Any) -> None:
         """vLLM will schedule a request. Send its lookup; and if others are before it, have the store promote its
         blocks. A prefill for another engine ends where that one can go on; one by another engine is kept there."""
-        if name := read(request.kv_transfer_params).export_as:
+        if name := hints(request).export_as:
             self._exporter.queued.add(name)
         if not (self._info.unsupported or self._passive or self._access.closed):
             self._exporter.prepare(request)
@@ -298,7 +298,7 @@ class KVTierConnectorScheduler(SchedulerParts):
         attempt("dropping a request", self._release_all, request_id, True)
         attempt("removing a table", self._tables.remove, request_id)
         attempt("dropping an export", self._exports.end_export, request_id)
-        if name := read(request.kv_transfer_params).export_as:
+        if name := hints(request).export_as:
             attempt("dropping an export", self._exports.end_export, name)
             attempt("ending a prefill", self._exporter.prefill_ended, name)
             self._endpoint.changed()

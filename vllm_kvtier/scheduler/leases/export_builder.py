@@ -19,7 +19,7 @@ from vllm_kvtier.scheduler.context import EngineContext
 from vllm_kvtier.scheduler.integrity.checksum_index import ChecksumEntry, ChecksumIndex, batches
 from vllm_kvtier.scheduler.leases.exports import Export, ExportTable, GroupBlocks, LeaseKind
 from vllm_kvtier.scheduler.matching.request_state import RequestState, lora_fingerprint_of
-from vllm_kvtier.scheduler.matching.transfer_params import read
+from vllm_kvtier.scheduler.matching.transfer_params import hints
 from vllm_kvtier.scheduler.offload.block_tables import Growth, Table
 from vllm_kvtier.vllm_compat import requests as vr
 
@@ -71,7 +71,7 @@ class ExportBuilder:
 
     def prepare(self, request: Any) -> None:
         """vLLM will schedule this request (its own object)."""
-        if self._states and self._partial and self.exports and read(request.kv_transfer_params).export_prefill:
+        if self._states and self._partial and self.exports and hints(request).export_prefill:
             vr.leave_last_token(request, self._hash_block_size)
 
     def kind(self, state: RequestState) -> LeaseKind | None:

@@ -16,7 +16,7 @@ from vllm_kvtier.scheduler.integrity.sync_load import SyncJob
 from vllm_kvtier.scheduler.matching.request_lifecycle import Event, RequestLifecycle, State
 from vllm_kvtier.scheduler.matching.request_state import LoadUnderWay, RequestState
 from vllm_kvtier.scheduler.matching.source_selector import SourceSelector
-from vllm_kvtier.scheduler.matching.transfer_params import PrefillHandoff, promised, read
+from vllm_kvtier.scheduler.matching.transfer_params import PrefillHandoff, hints, promised
 from vllm_kvtier.scheduler.planner.load_or_recompute import LoadOrRecompute
 from vllm_kvtier.scheduler.sources import job_builder
 from vllm_kvtier.scheduler.sources.base import BlockIds, Job, KVSource
@@ -73,7 +73,7 @@ class RequestMatcher:
     def track(self, request: Any) -> RequestState:
         state = self._tracked.get(request.request_id)
         if state is None:
-            state = RequestState(request, read(request.kv_transfer_params), RequestLifecycle(request.request_id))
+            state = RequestState(request, hints(request), RequestLifecycle(request.request_id))
             self._tracked[request.request_id] = state
         return state
 
@@ -87,7 +87,7 @@ class RequestMatcher:
 
     def keep_export(self, request: Any) -> None:
         """A queued request may have a hand-off: its prefill engine keeps it until the request is scheduled or ends."""
-        handoff = promised(request.kv_transfer_params)
+        handoff = promised(request)
         if handoff is not None:
             self._queued_handoffs[request.request_id] = handoff
             self._lease_client.keep_exports(self._queued_handoffs, handoff.expires_in)
@@ -99,7 +99,7 @@ class RequestMatcher:
 
     def prefetch_lookup(self, request: Any) -> None:
         """Have sources look up a queued request before vLLM matches it."""
-        if not request.kv_transfer_params or promised(request.kv_transfer_params) is None:  # else another engine does
+        if not request.kv_transfer_params or promised(request) is None:  # else another engine does
             self._planner.will_compute(request.request_id, self._cached_about(request), request.num_tokens)
         self.prefetching = True
         for source in self._looking_ahead:

@@ -25,6 +25,7 @@ _PORT = re.compile(r"[0-9]{1,5}")
 VERSION = 1
 MARK = "kvtier/"  # before the export's name, in ``remote_request_id``
 MAX_PEERS = 8
+_HINTS = "_kvtier_hints"
 MIN_EXPIRES_IN = 1.0  # seconds; messages that keep all exports are sent three times in the shortest such time
 
 
@@ -35,7 +36,14 @@ class EarlyReadInfo:
     instance: str
     tokens: int
     digest: bytes
-    blocks: list[list[int]]  # block ids a group, from token 0 on
+    blocks: list[Any]  # as the client sent them
+
+    def block_ids(self) -> list[list[int]] | None:
+        """Block ids a group, from token 0 on; None if they are malformed. A long prompt's take half a millisecond."""
+        for ids in self.blocks:
+            if not (isinstance(ids, list) and all(type(i) is int and 0 <= i < 1 << 31 for i in ids)):
+                return None
+        return self.blocks
 
 
 @dataclass(frozen=True)
@@ -60,6 +68,9 @@ class Hints:
     asked: bool = False  # whether the answer should carry params at all
 
 
+NO_HINTS = Hints()
+
+
 def _address(host: Any, port: Any) -> Address | None:
     if isinstance(port, str) and _PORT.fullmatch(port):
         port = int(port)
@@ -73,15 +84,26 @@ def _is_text(value: str) -> bool:
     return not any("\ud800" <= c <= "\udfff" for c in value)
 
 
-def promised(params: Any) -> PrefillHandoff | None:
-    """The prefill that another engine keeps for a request with these params."""
-    return read(params).handoff
+def hints(request: Any) -> Hints:
+    """What the params of vLLM's ``request`` say. Read once: it keeps them."""
+    if request.kv_transfer_params is None:
+        return NO_HINTS
+    kept: dict[str, Any] = vars(request)
+    if _HINTS not in kept:
+        kept[_HINTS] = read(request.kv_transfer_params)
+    found: Hints = kept[_HINTS]
+    return found
+
+
+def promised(request: Any) -> PrefillHandoff | None:
+    """The prefill that another engine keeps for vLLM's ``request``."""
+    return hints(request).handoff
 
 
 def read(params: Any) -> Hints:
     """What a request's params say; ``Hints()`` for anything that is not ours or NixlConnector's."""
     if not isinstance(params, dict):
-        return Hints()
+        return NO_HINTS
     ours = params.get("kvtier")
     ours = ours if isinstance(ours, dict) else {}
     export = _export_name(ours.get("export")) or _marked_name(params.get("remote_request_id"))
@@ -128,8 +150,6 @@ def _early_read_info(params: dict[str, Any], ours: dict[str, Any]) -> EarlyReadI
     instance, tokens, digest = ours.get("instance"), ours.get("num_tokens"), ours.get("digest")
     blocks = params.get("remote_block_ids")
     if not (isinstance(instance, str) and type(tokens) is int and isinstance(digest, str) and isinstance(blocks, list)):
-        return None
-    if not all(isinstance(ids, list) and all(type(i) is int and 0 <= i < 1 << 31 for i in ids) for ids in blocks):
         return None
     try:
         return EarlyReadInfo(instance, tokens, bytes.fromhex(digest), blocks)

@@ -71,7 +71,9 @@ class PrefillHandoffSource(PeerLeaseSource):
         ranks = self._lease_client.known(address, early.instance)
         if ranks is None:
             return None
-        pairs = zip(early.blocks, self._geometry.groups, strict=True)
+        if (block_ids := early.block_ids()) is None:
+            return None
+        pairs = zip(block_ids, self._geometry.groups, strict=True)
         groups = [GroupBlocks(size, ids, kind) for ids, (size, kind) in pairs]
         if not all(group.cover(start, early.tokens) for group in groups):
             return None

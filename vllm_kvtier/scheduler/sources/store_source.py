@@ -13,7 +13,7 @@ from vllm_kvtier.jobs.transfer_jobs import LoadJob
 from vllm_kvtier.scheduler.context import LoadContext
 from vllm_kvtier.scheduler.matching.lookup_prefetch import LookupPrefetcher
 from vllm_kvtier.scheduler.matching.request_state import lora_fingerprint_of
-from vllm_kvtier.scheduler.matching.transfer_params import read
+from vllm_kvtier.scheduler.matching.transfer_params import hints
 from vllm_kvtier.scheduler.sources import job_builder
 from vllm_kvtier.scheduler.sources.base import (
     BlockIds,
@@ -192,11 +192,11 @@ class StoreSource(KVSource):
         return self.prefetcher.expire()
 
     def prefetch_promotion(self, request: Any) -> bool:
-        hints, lora_fingerprint = read(request.kv_transfer_params), vr.lora_fingerprint(request)
+        asked, lora_fingerprint = hints(request), vr.lora_fingerprint(request)
         block_hashes = self._hashes(request)
-        if lora_fingerprint is None or not block_hashes or hints.handoff:
+        if lora_fingerprint is None or not block_hashes or asked.handoff:
             return False
-        return self.promote(block_hashes, lora_fingerprint, hints.stores)
+        return self.promote(block_hashes, lora_fingerprint, asked.stores)
 
     # -- lookup ------------------------------------------------------------------------------------------------------
 
@@ -235,8 +235,8 @@ class StoreSource(KVSource):
         """Send the lookup of a queued request (vLLM's own object). None: not worth it now, or not possible."""
         if not self._prefetches:
             return None
-        hints, hashes = read(request.kv_transfer_params), self._hashes(request)
-        if hints.handoff or not hashes or not self.limit():
+        asked, hashes = hints(request), self._hashes(request)
+        if asked.handoff or not hashes or not self.limit():
             return None
         # about the tokens that vLLM's prefix cache has
         cached = self._engine.pool.cached_about(hashes, self._info.full_groups, self._geometry.alignment)
@@ -245,7 +245,7 @@ class StoreSource(KVSource):
             return None
         if request.skip_reading_prefix_cache or self._cannot_beat_compute(request, start, probe=False):
             return None
-        return self.ask(start, hashes, lora_fingerprint, hints.stores)
+        return self.ask(start, hashes, lora_fingerprint, asked.stores)
 
     def _cannot_beat_compute(self, request: Any, start: int, probe: bool) -> bool:
         """As ``LoadPlanner.cannot_beat_compute``, for the prompt from ``start`` on with other requests in the engine.
