@@ -87,6 +87,7 @@ class Exports(RuleBasedStateMachine):
         self.served: set[int] = set()  # leased blocks' leases that NIXL reads
         self.unfreed: dict[int, ModelExport] = {}  # id of the pinned list -> export
         self.next_block = 1
+        self.cached: dict[tuple, int] = {}
         self.checksums_ready = -1
 
     # -- the model's side of each event ------------------------------------------------------------------------
@@ -104,6 +105,9 @@ class Exports(RuleBasedStateMachine):
 
     def lent(self) -> list[ModelExport]:
         return [e for e in self.ended if e.export.kind in LEASED_ONCE and e.leases]
+
+    def counted(self, kind: LeaseKind) -> int:
+        return len({i for e in self.exports.values() if e.export.kind is kind for i in e.pinned})
 
     def leased_blocks(self, kind: LeaseKind) -> int:
         return sum(len(e.pinned) for e in self.lent() if e.export.kind is kind)
@@ -124,17 +128,20 @@ class Exports(RuleBasedStateMachine):
         ready=st.integers(-1, 3),
         seconds=st.integers(1, 30),
         lora_fingerprint=st.sampled_from([b"", b"v"]),
+        shared=st.booleans(),
     )
-    def add(self, name, kind, tokens, nulls, ready, seconds, lora_fingerprint):
+    def add(self, name, kind, tokens, nulls, ready, seconds, lora_fingerprint, shared):
         n = (
             len(tokens)
             if kind is LeaseKind.HANDOFF
             else len(tokens) // (HASH_BLOCK_SIZE * self.align) * (HASH_BLOCK_SIZE * self.align)
         )
         groups, pinned = [], []
-        for size, cache_kind in self.groups:
+        for g, (size, cache_kind) in enumerate(self.groups):
             ids = list(range(self.next_block, self.next_block + -(-n // size)))
             self.next_block += len(ids)
+            for i in range(n // size if shared else 0):  # what vLLM's prefix cache has of it
+                ids[i] = self.cached.setdefault((g, lora_fingerprint, tuple(tokens[: (i + 1) * size])), ids[i])
             # vLLM keeps what the next token reads, sometimes a little more
             for i in range(max(0, cache_kind.num_skipped_tokens(n) // size - nulls % 2)):
                 ids[i] = 0
@@ -162,8 +169,13 @@ class Exports(RuleBasedStateMachine):
             self.wait_for_checksums(e)
             self.ended.append(e)
             return name
+        if kind is LeaseKind.RETAINED and all(cache_kind.whole_prefix for _, cache_kind in self.groups):
+            for x in list(self.exports.values()):  # earlier turns
+                turn = x.tokens_list and x.tokens_list == e.tokens_list[: len(x.tokens_list)]
+                if turn and x.export.kind is kind and not x.leases and x.export.lora_fingerprint == lora_fingerprint:
+                    self.end(x)
         same = [x for x in self.exports.values() if x.export.kind is kind]
-        while same and sum(len(x.pinned) for x in same) + len(pinned) > self.budget[kind]:
+        while same and len({i for x in (*same, e) for i in x.pinned}) > self.budget[kind]:
             self.end(same.pop(0))  # the oldest, and no more of them than needed
         self.exports[name] = e
         return name
@@ -305,11 +317,11 @@ class Exports(RuleBasedStateMachine):
         kept = [e for e in self.exports.values() if e.export.kind is LeaseKind.RETAINED and not e.leases]
         assert self.table.retained_blocks() == len({i for e in kept for i in e.pinned})
         got = self.table.release_for_requests(blocks)
-        expected = 0
+        expected, before = 0, self.counted(LeaseKind.RETAINED)
         for e in [e for e in self.exports.values() if e.export.kind is LeaseKind.RETAINED and not e.leases]:
             if expected < blocks:
-                expected += len(e.pinned)
                 self.end(e)
+                expected = before - self.counted(LeaseKind.RETAINED)
         for lease_id, (e, *_) in list(self.model_leases.items()):  # what was leased long ago, oldest first
             late = self.lent_at.get(lease_id, self.clock.now) < self.clock.now - PEER_FETCH_SECONDS
             if e.export.kind in LEASED_ONCE and late and expected < blocks:
@@ -356,7 +368,7 @@ class Exports(RuleBasedStateMachine):
         if not hasattr(self, "table"):
             return
         counts = self.table.counts()
-        pinned = {k: sum(len(e.pinned) for e in self.exports.values() if e.export.kind is k) for k in LeaseKind}
+        pinned = {k: self.counted(k) for k in LeaseKind}
         assert counts == {
             "exports": len(self.exports),
             "leases": len(self.model_leases),
@@ -459,7 +471,21 @@ def test_retained_blocks_are_counted_once_for_all_that_ask():
         export = one_export(str(n), [n] * (4 * HASH_BLOCK_SIZE), 10 * n + 1)
         export.pinned = Pinned(export.pinned)
         table.add(export)
+    Pinned.counted = 0
     assert [table.retained_blocks() for _ in range(5)] == [12] * 5 and Pinned.counted == 3
+
+
+def test_common_beginnings_take_the_budget_once():
+    """Hand-offs behind one system prompt, and the turns of a conversation."""
+    table = ExportTable(HASH_BLOCK_SIZE, dict.fromkeys(LeaseKind, 30))
+    for n in range(8):
+        export = one_export(str(n), [1] * (20 * HASH_BLOCK_SIZE) + [0] * (n % 2) + [n] * HASH_BLOCK_SIZE, 1)
+        export.kind, export.pinned = LeaseKind.HANDOFF, [*range(1, 21), 100 + n]
+        table.add(export)
+    assert table.counts()["handoff_blocks"] == 28 and table.has("0") and table.room(LeaseKind.HANDOFF) == 2
+    for turn in range(1, 8):
+        table.add(one_export(f"turn {turn}", [2] * (4 * turn * HASH_BLOCK_SIZE), 200))
+    assert table.counts()["retained_blocks"] == 28 and table.counts()["exports"] == 9
 
 
 def test_exports_are_not_walked_until_one_is_due():
@@ -586,7 +612,7 @@ def test_exports_random_operations_keep_invariants(seed):
         m.add(
             name=rng.choice("abcdef"), kind=rng.choice([LeaseKind.HANDOFF, LeaseKind.RETAINED]), tokens=tokens,
             nulls=rng.randint(0, 1), ready=ready,
-            seconds=rng.randint(1, 30), lora_fingerprint=rng.choice(variants),
+            seconds=rng.randint(1, 30), lora_fingerprint=rng.choice(variants), shared=rng.random() < 0.5,
         )  # fmt: skip
 
     def by_id():

@@ -409,9 +409,10 @@ class Life(Offload):
                     self.checked += 1
 
     def balance(self):
-        counts = self.half._exports.counts()
+        table = self.half._exports
+        exports = {*table._exports.values(), *(lease.export for lease in table._leases.values())}
         assert 0 <= self.offloader.pinned <= self.offloader._max_pinned
-        pins = self.offloader.pinned + sum(counts[kind.value + "_blocks"] for kind in LeaseKind)
+        pins = self.offloader.pinned + sum(len(export.pinned) for export in exports)
         pins += sum(len(ids) for ids in self.half._exports._freed)
         pins += sum(len(ids) for *_, ids in self.half._exports._unready)
         held = sum(b.ref_cnt for b in self.fake.blocks if not b.is_null)

@@ -13,7 +13,7 @@ import itertools
 import math
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -119,7 +119,8 @@ class ExportTable:
         align: int = 1,
         longest_lease: float = 600.0,
     ):
-        """``budget``: most blocks pinned by exports of each kind (a lease on an ended one comes on top).
+        """``budget``: most blocks pinned by exports of each kind, each counted once (a lease on an ended one comes on
+        top).
 
         ``longest_lease``: seconds after which a lease is not renewed, however alive its holder is.
         ``align``: chains match in multiples of this many hash blocks (groups with larger blocks than the hash's).
@@ -135,7 +136,8 @@ class ExportTable:
         self._by_hash: dict[bytes, list[Export]] = {}
         self._leases: dict[int, Lease] = {}
         self._by_connection: dict[Hashable, set[int]] = {}
-        self._pinned = dict.fromkeys(LeaseKind, 0)
+        # By kind, how many exports have a block. Prompts that begin alike have blocks in common: they count once.
+        self._pinned: dict[LeaseKind, Counter[int]] = {kind: Counter() for kind in LeaseKind}
         self._freed: list[list[int]] = []
         self._unready: list[tuple[int, float, list[int]]] = []  # blocks to be freed after this step, or at this time
         self._retained: int | None = None  # ``retained_blocks``
@@ -151,14 +153,15 @@ class ExportTable:
         with self._lock:
             if export.id in self._exports:  # a request id used twice: the newer one counts
                 self._end(self._exports[export.id])
-            size = len(export.pinned)
-            if size > self._budget[export.kind] and export.kind is not LeaseKind.HANDOFF:
+            if len(export.pinned) > self._budget[export.kind] and export.kind is not LeaseKind.HANDOFF:
                 self._free_when_ready(export)
                 return False
-            self._make_room(export.kind, size)
+            self._pinned[export.kind].update(export.pinned)
+            if export.kind is LeaseKind.RETAINED:
+                self._end_extended(export)
+            self._make_room(export.kind)
             self._exports[export.id], self._retained = export, None
             self._earliest = min(self._earliest, export.deadline)
-            self._pinned[export.kind] += size
             for block_hash in export.block_hashes:
                 self._by_hash.setdefault(block_hash, []).append(export)
             return True
@@ -170,7 +173,7 @@ class ExportTable:
 
     def room(self, kind: LeaseKind) -> int:
         """Blocks that may still be pinned for this kind, if nothing gives way."""
-        return self._budget[kind] - self._pinned[kind]
+        return self._budget[kind] - len(self._pinned[kind])
 
     def has_most(self, connection: Hashable) -> bool:
         """Whether the connection has so many leases that it gets no other."""
@@ -182,7 +185,7 @@ class ExportTable:
         with self._lock:
             export.ended = True
             lease = self._lease(export, start, export.tokens, connection, seconds, served)
-            self._pinned[export.kind] += len(export.pinned)
+            self._pinned[export.kind].update(export.pinned)
             return lease
 
     def take_freed(self) -> list[list[int]]:
@@ -208,8 +211,9 @@ class ExportTable:
                 if got >= blocks:
                     break
                 if export.kind is LeaseKind.RETAINED and not export.leases:
-                    got += len(export.pinned)
+                    before = len(self._pinned[export.kind])
                     self._end(export)
+                    got += before - len(self._pinned[export.kind])
             # Peer fetches take milliseconds. A reader that takes longer may find its blocks changed.
             late = self._clock() - PEER_FETCH_SECONDS
             for lease in [lease for lease in self._leases.values() if lease.export.kind in _LEASED_ONCE]:
@@ -340,7 +344,7 @@ class ExportTable:
             return True
 
     def has_handoffs(self) -> bool:
-        return self._pinned[LeaseKind.HANDOFF] > 0
+        return bool(self._pinned[LeaseKind.HANDOFF])
 
     def has(self, export_id: str) -> bool:
         return export_id in self._exports
@@ -411,10 +415,10 @@ class ExportTable:
                 "exports": len(self._exports),
                 "leases": len(self._leases),
                 "served": sum(lease.served for lease in self._leases.values()),
-                "handoff_blocks": self._pinned[LeaseKind.HANDOFF],
-                "retained_blocks": self._pinned[LeaseKind.RETAINED],
-                "peer_fetch_blocks": self._pinned[LeaseKind.PEER_FETCH],
-                "stretch_blocks": self._pinned[LeaseKind.STRETCH],
+                "handoff_blocks": len(self._pinned[LeaseKind.HANDOFF]),
+                "retained_blocks": len(self._pinned[LeaseKind.RETAINED]),
+                "peer_fetch_blocks": len(self._pinned[LeaseKind.PEER_FETCH]),
+                "stretch_blocks": len(self._pinned[LeaseKind.STRETCH]),
             }
 
     # -- under the lock ----------------------------------------------------------------------------------------
@@ -427,9 +431,20 @@ class ExportTable:
             if export.lora_fingerprint == lora_fingerprint and export.block_hashes[i : i + 1] == [block_hashes[i]]
         ]
 
-    def _make_room(self, kind: LeaseKind, size: int) -> None:
+    def _end_extended(self, export: Export) -> None:
+        """End the earlier turns of this conversation: all that readers find in them, they find in this export."""
+        hashes = export.block_hashes
+        if not hashes or not all(group.kind.whole_prefix for group in export.groups):
+            return  # only at its own end an earlier turn has a window's blocks, or a state
+        for other in list(self._by_hash.get(hashes[0], ())):
+            length, same = len(other.block_hashes), other.lora_fingerprint == export.lora_fingerprint
+            if other.kind is LeaseKind.RETAINED and not other.leases and same:
+                if length <= len(hashes) and other.block_hashes[-1] == hashes[length - 1]:
+                    self._end(other)
+
+    def _make_room(self, kind: LeaseKind) -> None:
         for export in list(self._exports.values()):
-            if self._pinned[kind] + size <= self._budget[kind]:
+            if len(self._pinned[kind]) <= self._budget[kind]:
                 return
             if export.kind is kind:
                 self._end(export)
@@ -472,12 +487,12 @@ class ExportTable:
         """No new leases; blocks are freed now or with the last lease. Idempotent."""
         if export.ended:
             return
-        size = len(export.pinned)
+        ids = export.pinned
         if not export.leases:
             self._free(export)  # first: if it raises, nothing has changed
         export.ended, self._retained = True, None
         del self._exports[export.id]
-        self._pinned[export.kind] -= size
+        self._uncount(export.kind, ids)
         for block_hash in export.block_hashes:
             holders = self._by_hash[block_hash]
             holders.remove(export)
@@ -502,7 +517,15 @@ class ExportTable:
 
     def _free(self, export: Export) -> None:
         if export.kind in _LEASED_ONCE:
-            self._pinned[export.kind] -= len(export.pinned)
+            self._uncount(export.kind, export.pinned)
         if export.pinned:
             self._free_when_ready(export)
             export.pinned = []
+
+    def _uncount(self, kind: LeaseKind, ids: list[int]) -> None:
+        pinned = self._pinned[kind]
+        for i in ids:
+            if left := pinned[i] - 1:
+                pinned[i] = left
+            else:
+                pinned.pop(i)  # ``del`` is Python code of Counter
