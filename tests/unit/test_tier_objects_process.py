@@ -56,7 +56,7 @@ class FakeBucket:
 
     def read(self, key, most):
         self._ask("read", key, True)
-        return self.objects[key][:most]
+        return self.objects[key] if len(self.objects[key]) <= most else b""
 
     def put(self, key, data, create=False):
         self._ask("put", key, False)
@@ -165,6 +165,18 @@ def test_object_tier_process_open_writes_and_checks_marker(monkeypatch):
     assert not bench.bucket.denied_is_absent
     assert bench.tier_process.open().writable and bench.asked("put") == 1
     bench.bucket.objects["x/.kvtier"] = b"kvtier blocks 2\n"
+    with pytest.raises(KVTierError, match="another prefix"):
+        bench.tier_process.open()
+
+
+def test_object_tier_process_open_writes_an_empty_marker_again(monkeypatch):
+    """The power failed after the first store had written it: its name was durable, its content was not."""
+    bench = MoverBench(monkeypatch)
+    bench.bucket.objects["x/.kvtier"] = b""
+    assert bench.tier_process.open().writable and bench.bucket.objects == {"x/.kvtier": FORMAT}
+    bench.bucket.objects["x/.kvtier"], bench.bucket.writes = b"", False
+    assert "read only" in bench.tier_process.open().note
+    bench.bucket.objects["x/.kvtier"], bench.bucket.writes = b"other data, longer than a marker" * 9, True
     with pytest.raises(KVTierError, match="another prefix"):
         bench.tier_process.open()
 

@@ -103,15 +103,18 @@ class ObjectProcess:
         Reads the marker, because the answer to a read explains an error (that to HEAD does not). If the marker is
         readable, "forbidden" for an absent object means that the bucket may not be listed.
         """
-        marker, note = self._location.marker, ""
+        marker, note, empty = self._location.marker, "", False
         try:
             found = self._client.read(marker, 2 * len(FORMAT))
+            empty = not found and not self._client.size(marker)  # the power failed before its content was durable
+            if empty:
+                raise Trouble(f"{marker} is empty", Kind.ABSENT)
         except Trouble as missing:
             if missing.kind not in (Kind.ABSENT, Kind.FORBIDDEN):
                 raise
             found = FORMAT
             try:
-                if not self._client.put(marker, memoryview(FORMAT), create=True):  # another store was first
+                if not self._client.put(marker, memoryview(FORMAT), create=not empty):  # another store was first
                     found = self._client.read(marker, 2 * len(FORMAT))
             except Trouble as trouble:
                 if trouble.kind not in (Kind.FORBIDDEN, Kind.FULL) or missing.kind is Kind.FORBIDDEN:
