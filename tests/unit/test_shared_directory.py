@@ -2,12 +2,19 @@
 
 import os
 import time
+from pathlib import Path
 
 import pytest
 
 from vllm_kvtier.store.tiers.objects import shared_directory
 from vllm_kvtier.store.tiers.objects.object_names import FORMAT, parse_url
-from vllm_kvtier.store.tiers.objects.shared_directory import LEFT_SECONDS, STAMP, TURN_SECONDS, SharedDirectory
+from vllm_kvtier.store.tiers.objects.shared_directory import (
+    LEFT_SECONDS,
+    MAX_PAUSE,
+    STAMP,
+    TURN_SECONDS,
+    SharedDirectory,
+)
 from vllm_kvtier.store.tiers.request_pool import Trouble
 
 SIZE = 1000
@@ -131,6 +138,22 @@ def test_turn_of_a_killed_store_ends_by_itself(tmp_path, place):
     assert other.scan_if_due() == (SIZE, 0)
     future = time.time() + 1e6  # a clock that was wrong
     os.utime(tmp_path / STAMP, (future, future))
+    assert other._take_turn()
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_turn_does_not_wait_for_a_clock_that_was_set_back(tmp_path, place, full, monkeypatch):
+    """By an hour and a half: as long no store scanned. Without room for it the file does not say the pause."""
+    have(tmp_path, place, 1)
+    store, other = store_of(place), store_of(place)
+    if full:
+        monkeypatch.setattr(Path, "write_text", lambda path, text: os.truncate(path, 0) or os.write(-1, b""))
+    assert store.scan_if_due() == (SIZE, 0)
+    assert not full or not (tmp_path / STAMP).read_text()
+    store._end_turn(100.0)
+    assert not other._take_turn()
+    turn = time.time() + 100.0 + (MAX_PAUSE if full else 5400.0)
+    os.utime(tmp_path / STAMP, (turn, turn))
     assert other._take_turn()
 
 

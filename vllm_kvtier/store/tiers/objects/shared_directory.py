@@ -98,7 +98,7 @@ class SharedDirectory:
             os.close(os.open(new, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
             now = os.stat(new).st_mtime
             next_turn = self._stamp.stat().st_mtime if self._stamp.exists() else 0.0
-            if now < next_turn < now + 2 * MAX_PAUSE:  # a later one is a mistake
+            if now < next_turn <= now + self._pause() + 1.0:  # a later one is from before the clock was set back
                 os.unlink(new)
                 return False
             os.rename(new, self._stamp)
@@ -108,12 +108,23 @@ class SharedDirectory:
         return True
 
     def _end_turn(self, pause: float) -> None:
-        """The next turn begins in ``pause`` seconds."""
+        """The next turn begins in ``pause`` seconds. The file has its time for its time of change, and says the
+        pause."""
+        pause = min(pause, MAX_PAUSE)
+        with suppress(OSError):  # the file system is full
+            self._stamp.write_text(f"{pause:.3f}\n")
         with suppress(OSError):
             os.utime(self._stamp)
-            turn = self._stamp.stat().st_mtime + min(pause, MAX_PAUSE)
+            turn = self._stamp.stat().st_mtime + pause
             os.utime(self._stamp, (turn, turn))
             self._seen = self._stamp.stat().st_mtime
+
+    def _pause(self) -> float:
+        """The pause that the last turn's store has written; ``MAX_PAUSE`` if it could not."""
+        try:
+            return min(float(self._stamp.read_text()), MAX_PAUSE)
+        except (OSError, ValueError):
+            return MAX_PAUSE
 
     def _by_time(self) -> Counter[int]:
         """Bytes of blocks by the second of their last use. Removes what killed stores left."""
