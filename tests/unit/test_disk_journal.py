@@ -11,6 +11,7 @@ import threading
 import time
 from types import SimpleNamespace
 
+import msgspec
 import numpy as np
 import pytest
 from disk_support import SHAPE, DiskTierProcess, content_of, fill, holds, make_pool, move_of, name_of
@@ -65,6 +66,19 @@ def test_journal_appended_rows_are_restored(tmp_path):
     journal.append(j.put(rows_of(move_of(10, 0, 1, 99))))
     assert positions(read(tmp_path)) == [1, 7, 99]
     assert [name for name in os.listdir(tmp_path)] == ["journal.2"]
+
+
+def test_journal_with_a_namespace_of_an_unknown_kind_keeps_the_others(tmp_path):
+    """A later version of the store has written it; the server frees the positions of blocks of no known namespace."""
+    journal, other = new_journal(tmp_path), b"of another kind!"
+    unknown = j._encode(m.NamespaceShape(other, 16, SHAPE.groups)).replace(b"full", b"newK")
+    assert b"newK" in unknown
+    rows = rows_of(move_of(0, 0, 3, 1), msgspec.structs.replace(move_of(1, 0, 3, 4), namespace_id=other))
+    journal.append([j.namespace_id(SHAPE), (j.NAMESPACE_ID, unknown), *j.put(rows)])
+    found = read(tmp_path)
+    assert positions(found) == [1, 4] and found.shapes == {SHAPE.namespace_id: SHAPE} and not found.note
+    new_journal(tmp_path).append([j.gone([4])])
+    assert positions(read(tmp_path)) == [1]
 
 
 def test_journal_torn_end_is_dropped_for_good(tmp_path):

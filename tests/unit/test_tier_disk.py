@@ -441,6 +441,17 @@ def test_disk_tier_clear_while_opening_is_done_in_steps():
     assert len(moved) == 9999 and b.find(1).num_hash_blocks == 0
 
 
+def test_disk_tier_that_does_not_open_remembers_few_removals(monkeypatch):
+    """Beyond those it forgets all blocks: a corrupt one must not be found again."""
+    monkeypatch.setattr(slot_map, "MAX_LATER", 10)
+    b = Bench(pages=20_001, up=False)
+    for number in range(1, 1000):
+        b.tier.discard(*blocks_of(number)[0].name)
+        assert len(b.tier._slot_map.later) <= 10
+    b.open(kept_of(*range(1, 2000)), [NAMESPACE_SHAPE])
+    assert b.tier.usable and b.tier.counts().blocks == 0
+
+
 def test_disk_tier_opens_read_only_and_unexpected_message_ends_tier_process():
     b = Bench(up=False)
     b.open(kept_of(1), [NAMESPACE_SHAPE], writable=False, note="it is read only: no right to write")

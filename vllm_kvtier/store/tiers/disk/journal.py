@@ -261,8 +261,10 @@ def _understand(data: bytearray, number: int, storage: bytes, capacity: int) -> 
                 given_up["place"] = positions
                 events.append(given_up)
             elif kind == NAMESPACE_ID:
-                shape = _decode(content)
-                shapes[shape.namespace_id] = shape
+                # A later version's, of a kind of cache unknown here: the server frees the positions of its blocks.
+                with contextlib.suppress(msgspec.ValidationError):
+                    shape = _decode(content)
+                    shapes[shape.namespace_id] = shape
             elif kind == END and (counted,) != struct.unpack("<Q", content):
                 return Found(number, note="its journal is damaged: the snapshot is incomplete")
             elif kind == END:

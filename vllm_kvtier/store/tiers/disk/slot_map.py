@@ -23,6 +23,7 @@ Shapes = tuple[int, Sequence[GroupShape]]  # tokens per hash block, groups
 
 LEASE_SECONDS = 3600.0  # a safeguard against missing releases; reads have leases without a deadline
 RESTORE_STEP = 2048  # blocks restored before other events are handled: some 10 ms
+MAX_LATER = 1 << 16  # removals remembered until the disk is open
 RESTORE_PAGES = 1 << 16  # pages whose blocks are sorted at a time: to sort millions of blocks takes seconds
 
 
@@ -269,7 +270,7 @@ class SlotMap:
         if self.filled:
             self._index.remove(*name)
         else:
-            self.later.append(lambda index: (index.remove(*name),))
+            self._do_later(lambda index: (index.remove(*name),))
 
     def clear_in_steps(self, namespace_id: bytes | None) -> Iterator[None]:
         return self._index.clear_in_steps(namespace_id, RESTORE_STEP) if self.filled else iter(())
@@ -278,7 +279,13 @@ class SlotMap:
         if self.filled:
             self._index.clear(namespace_id)
         else:
-            self.later.append(lambda index: index.clear_in_steps(namespace_id, RESTORE_STEP))
+            self._do_later(lambda index: index.clear_in_steps(namespace_id, RESTORE_STEP))
+
+    def _do_later(self, remove: Callable[[Index], Iterable[object]]) -> None:
+        """So many removals are replaced by that of all blocks: the tier may never open. The first may be going on."""
+        self.later.append(remove)
+        if len(self.later) > MAX_LATER:
+            self.later[1:] = [lambda index: index.clear_in_steps(None, RESTORE_STEP)]
 
     def stats(self) -> IndexStats:
         return self._index.stats() if self.filled else IndexStats()
