@@ -306,11 +306,11 @@ class StoreServer:
         self.tiers.prefetch(_want(client, r.namespace_id, r.block_hashes, 0, r.nodes), r.pages_limit)
 
     def _discard(self, client: _Client, r: m.Discard) -> None:
-        """Also in the secondary tiers, from which the corrupt copy may have been promoted: even if memory has evicted
-        it since, but not if memory has another copy now, which a tier may have, too."""
-        name = r.namespace_id, r.group, r.hash
-        if self.index.discard(client.number, *name, r.slot) or self.index.find(*name) is None:
-            self.tiers.discard(*name)
+        """Also in the secondary tiers, from which the corrupt copy may have been promoted; but not if the block is no
+        longer in that slot. An engine sends this before it ends its lease: the lease has expired, and what did not
+        match may have been another block."""
+        if self.index.discard(client.number, r.namespace_id, r.group, r.hash, r.slot):
+            self.tiers.discard(r.namespace_id, r.group, r.hash)
 
     def _reserve(self, client: _Client, r: m.Reserve) -> None:
         slots = self.index.reserve(
