@@ -414,6 +414,7 @@ def test_store_options_round_trip_as_arguments():
         {"pin_share": 1.5},
         {"lease_seconds": 0.0},
         {"reserve_seconds": float("nan")},
+        {"reserve_seconds": 90.0},
         {"idle_seconds": -1.0},
         {"log_level": "loud"},
     ],

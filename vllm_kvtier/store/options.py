@@ -20,6 +20,10 @@ def _option(default: T, help: str, choices: tuple[str, ...] = ()) -> T:
     return made
 
 
+# From a reservation to the end of the last copy that a worker begins into its slot, which must be the block's so long.
+STORE_SECONDS = 100.0
+
+
 @dataclass(frozen=True)
 class StoreOptions:
     """Raises ConfigError for an invalid value. The store's process checks ``size`` against the machine's memory
@@ -54,7 +58,7 @@ class StoreOptions:
     )
     pin_share: float = _option(0.5, "Maximum share of the memory, 0 to 1, for pinned blocks.")
     lease_seconds: float = _option(60.0, "Duration of a lease: a longer load is no longer protected from eviction.")
-    reserve_seconds: float = _option(120.0, "Duration of a reservation: a longer write loses its slots.")
+    reserve_seconds: float = _option(120.0, "Duration of a reservation, above 100: a longer write loses its slots.")
     disk_path: str = _option(
         "",
         "Directory of the disk tier; empty: no disk tier. One store a directory. The blocks in it are found again "
@@ -150,9 +154,11 @@ class StoreOptions:
         for name in ("tenant_share", "state_share", "pin_share"):
             if not 0 < getattr(self, name) <= 1:
                 raise ConfigError(f"store option {name}={getattr(self, name)}: must be above 0 and at most 1")
-        for name in ("lease_seconds", "reserve_seconds"):
-            if not 0 < getattr(self, name) <= 86400:
-                raise ConfigError(f"store option {name}={getattr(self, name)}: must be above 0 and at most 86400")
+        for name, least in ("lease_seconds", 0.0), ("reserve_seconds", STORE_SECONDS):
+            if not least < getattr(self, name) <= 86400:
+                raise ConfigError(
+                    f"store option {name}={getattr(self, name)}: must be above {least:g} and at most 86400"
+                )
         if not 0 <= self.idle_seconds < 1 << 31:
             raise ConfigError(f"store option idle_seconds={self.idle_seconds}: must be 0 (never) or more")
 

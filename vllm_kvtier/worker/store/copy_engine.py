@@ -27,6 +27,7 @@ import numpy as np
 from vllm_kvtier.jobs.results import LoadResult
 from vllm_kvtier.jobs.transfer_jobs import LoadJob, StoreJob
 from vllm_kvtier.logs import get_logger
+from vllm_kvtier.store.options import STORE_SECONDS
 from vllm_kvtier.worker.copy.base import Copy
 from vllm_kvtier.worker.store.copy_queues import CopyBatch, LoadQueue, StoreQueue
 from vllm_kvtier.worker.store.store_memory import Backing, StoreMemory
@@ -165,7 +166,7 @@ class CopyEngine:
         pool: StoreMemory,
         block_bytes: Sequence[int],
         *,
-        store_timeout: float = 90.0,
+        store_timeout: float = STORE_SECONDS - 10.0,
         first_rate: float = FIRST_RATE,
         batches: tuple[int, int] = (2, 2),
         clock: Callable[[], float] = time.monotonic,
