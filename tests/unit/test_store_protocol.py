@@ -350,10 +350,15 @@ def test_connection_passes_descriptors_only_where_expected(reactor):
 def test_reactor_removed_descriptor_gets_no_event(reactor):
     heard = []
     a, b = socket.socketpair()
-    reactor.call_soon(lambda: reactor.add_fd(a.fileno(), lambda events: heard.append(events)))
-    reactor.call_soon(lambda: (reactor.remove_fd(a.fileno()), reactor.remove_fd(a.fileno())))
-    reactor.call_soon(lambda: reactor.watch_fd(a.fileno(), zmq.POLLIN))
     b.send(b"x")
+
+    def add_and_remove():  # in one call: between two of them there may be an event
+        reactor.add_fd(a.fileno(), lambda events: heard.append(events))
+        reactor.remove_fd(a.fileno())
+        reactor.remove_fd(a.fileno())
+        reactor.watch_fd(a.fileno(), zmq.POLLIN)
+
+    reactor.call_soon(add_and_remove)
     done = threading.Event()
     reactor.call_soon(lambda: reactor.call_later(0.05, done.set))
     assert done.wait(5) and not heard
