@@ -176,7 +176,8 @@ class World:
         self.peers, self.planner, self.counters = FakePeers(groups, clock), FakePlanner(), Counters()
         self.sync_load = make_hurry(self.planner)
         pool = SimpleNamespace(
-            free_count=lambda: 0 if self.full else 1 << 20, cached_about=lambda hashes, *_: self.cached_about(hashes)
+            free_count=lambda: 0 if self.full else 1 << 20, cached_about=lambda hashes, *_: self.cached_about(hashes),
+            is_unused=lambda: self.unused,
         )
         made = make_tier(
             groups,
@@ -188,7 +189,7 @@ class World:
         )  # fmt: skip
         self.tier, self.client, self.load = made.tier, made.client, made.load
         self.matcher = make_matcher(made.load, self.tier)
-        self.full = False
+        self.full = self.unused = False
         self.holders: list[Holder] = []  # that the store names in its next answer
         self.stored: dict[tuple[int, bytes], int] = {}  # (group, hash) -> slot: the store has it
         self.last = 0

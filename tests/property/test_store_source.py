@@ -180,6 +180,27 @@ def test_store_source_hit_that_is_held_for_long_is_leased_anew():
     world.matcher.finished(request)
 
 
+@pytest.mark.parametrize("unused", [False, True])
+def test_store_source_hit_that_can_never_be_allocated_is_computed(unused):
+    """Of a load vLLM allocates all blocks at once, and more for what is speculated: a cache of one longest prompt has
+    not so many. The request was leased the same blocks again and again, and those behind it waited."""
+    world = World(ONE)
+    world.unused = unused
+    request = make_request("r", list(range(34)), HASH_BLOCK_SIZE)
+    world.store(request, 32)
+    assert offered(world, request) == (32, True)
+    world.matcher.get("r").hit_at -= 70.0
+    assert offered(world, request) == (32, True), "another request may just have had the blocks"
+    world.matcher.get("r").hit_at -= 70.0
+    if unused:
+        assert world.matcher.match(request, 0) == (0, False)
+    else:
+        assert offered(world, request) == (32, True)
+    assert len(world.client.held) == (not unused)
+    world.balanced()
+    world.matcher.finished(request)
+
+
 def test_store_source_is_asked_again_if_prefix_is_evicted_before_answer():
     world = World(ONE)
     request = make_request("r", list(range(34)), HASH_BLOCK_SIZE)

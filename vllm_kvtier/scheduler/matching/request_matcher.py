@@ -25,6 +25,8 @@ from vllm_kvtier.wire.messages import RankInfo
 
 # A request whose transfers from more peers failed is computed.
 MAX_FAILED_PEERS = 4
+# Hits held too long while no block of the engine was in use, after which a request is computed.
+MAX_VAIN_HOLDS = 2
 
 
 class RequestMatcher:
@@ -197,7 +199,8 @@ class RequestMatcher:
         """While a request waits for free blocks, vLLM's cache may evict its prefix: ask the store again, from there.
 
         A hit that begins after ``computed`` is of no use, and an earlier miss is out of date. So is a hit that is held
-        for longer than ``max_hold_seconds``. Of other sources the one that was asked is asked again, once.
+        for longer than ``max_hold_seconds``; the second one while no block is in use, after which the request is
+        computed. Of other sources the one that was asked is asked again, once.
         """
         pending = state.pending
         if pending is not None and pending.start > computed and not (pending.source.cost_key or state.asked_again):
@@ -214,6 +217,9 @@ class RequestMatcher:
         if state.life.state is State.HIT and hit and hit.source.cost_key and (old or hit.start > computed):
             state.decline_lookup(self._counters, "lease_held_too_long" if old else "local_prefix_evicted")
             self._source_selector.advance(state, Event.DECLINE)
+            # A load needs all of its blocks at once, and more for drafts: in a small cache vLLM may never have them.
+            state.vain_holds += old and self._engine.pool.is_unused()
+            candidates = candidates if state.vain_holds < MAX_VAIN_HOLDS else deque()
         elif state.life.state is not State.LOCAL or state.asked_from - computed < max(1, self._config.pull_threshold):
             return
         state.life.fire(Event.PREEMPT)
