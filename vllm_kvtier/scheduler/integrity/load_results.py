@@ -147,9 +147,10 @@ class LoadResults:
 
     def _failed(self, state: RequestState, ended: EndedLoad | None) -> None:
         """A load that was stopped at its time limit was slow; the planner is to know before the next one waits too."""
+        if ended is None or ended.outcome != "failed" or ended.seconds < self._timeout:
+            return
         load, plan = state.under_way, state.plan
-        late = ended is not None and ended.outcome == "failed" and ended.seconds >= self._timeout
-        if ended is not None and late and load is not None and plan is not None:
+        if load is not None and plan is not None:
             seconds = ended.seconds - ended.fenced
             self._planner.observe_timeout(load.cost_key, load.nbytes, plan.queued_bytes, seconds)
 
