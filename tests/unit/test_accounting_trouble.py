@@ -111,7 +111,7 @@ def test_one_token_request_with_sync_load_is_counted(status, counted):
 
 def test_promotion_wait_without_hit_is_counted():
     world = World(State.LOOKUP, waits_since=time.monotonic() - 1.0, candidates=deque())
-    store = SimpleNamespace(name="host", retry_lookup=lambda t, result: None, give_up=lambda t: None)
+    store = SimpleNamespace(name="host", retry_lookup=lambda t, result: None, release_export=lambda t: None)
     world.t.candidate = Candidate(store)
     world.t.pending = SimpleNamespace(source=store, poll=lambda: LookupMiss("store_unavailable", "it went away"))
     assert world.matcher._source_selector.answered(world.t)
