@@ -194,7 +194,7 @@ class Life:
             release_for_requests=lambda needed: None,
         )  # fmt: skip
         half._tables = SimpleNamespace(
-            each_block=False, look_at_each_block=lambda _: None, begin_step=lambda output, get: []
+            each_block=False, look_at_each_block=lambda _: None, begin_step=lambda *_: [], end_step=lambda: None,
         )
         half._questions, half._reactor = SimpleNamespace(waiting=[]), SimpleNamespace(call_soon=lambda job: None)
         half._step_timer = SimpleNamespace(begin_step=lambda *_, **__: None, end_step=lambda: None)

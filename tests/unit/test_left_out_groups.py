@@ -76,6 +76,37 @@ def test_block_tables_leave_out_what_chained_drafts_write_again():
     assert growth.computed == 2 * SIZE - 2
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("resumed", [False, True])
+def test_block_tables_wait_for_the_output_of_a_step_that_computes_on_an_unverified_load(ahead, resumed):
+    """Beside a connector whose loads vLLM's forward waits for (LMCache's default): its output says which blocks are
+    bad, and what the step computed on them had got a valid checksum and was stored. ``ahead``: vLLM schedules one more step
+    before it reads that output."""
+    tables = BlockTables(info().groups, SIZE, lambda ids: None, lambda t: True)
+    states = {name: SimpleNamespace(request=make_request(name, list(range(6 * SIZE)), SIZE)) for name in "rs"}
+
+    def step(unverified=False, **lists):
+        scheduled = dict.fromkeys(states, SIZE)
+        grown = tables.begin_step(step_output(scheduled, **lists), states.get, unverified)
+        for state in states.values():
+            state.request.num_computed_tokens += SIZE
+        return {growth.state.request.request_id: growth.computed for growth in grown}
+
+    def extend(*names):
+        return [(name, ([1],), states[name].request.num_computed_tokens, False) for name in names]
+
+    assert step(new=[("s", ([1],), 0)]) == {"s": SIZE}
+    tables.end_step()
+    states["r"].request.num_computed_tokens = 2 * SIZE  # of the other connector's load
+    first = ("r", ([2, 3, 4],), 2 * SIZE)
+    new = {"cached": [(*first, True), *extend("s")]} if resumed else {"new": [first], "cached": extend("s")}
+    assert step(unverified=True, **new) == {"s": 2 * SIZE}, "what runs already has none of those blocks"
+    if ahead:
+        assert step(cached=extend("r", "s")) == {"s": 3 * SIZE}, "nor is the next part known to be right"
+    tables.end_step()
+    assert step(cached=extend("r", "s")) == {"r": (4 + ahead) * SIZE, "s": (3 + ahead) * SIZE}
+
+
 def test_events_name_the_groups_of_vllm():
     label = Label(HASHES[0], b"", b"\0" * 4 * SIZE)
     groups = [(1, "full_attention", None)]

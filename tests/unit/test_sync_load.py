@@ -208,7 +208,7 @@ def test_sync_load_overdue_verification_waits_for_end_of_step(bare):  # noqa: F8
     half, arrived = bare, []
     half._questions, half.has_pending_frees = SimpleNamespace(waiting=[]), lambda: False
     half._info = SimpleNamespace(unsupported="no")
-    half._step_timer = SimpleNamespace(end_step=lambda: None)
+    half._step_timer = half._tables = SimpleNamespace(end_step=lambda: None)
     half._sync_load = SimpleNamespace(verification_pending=True, overdue=lambda: "verdict")
     half.arrived = lambda results, finished: arrived.extend(results)
     half._info.unsupported, half._identity = None, bare_identity(namespace=object())
@@ -308,6 +308,26 @@ def test_sync_load_without_verification_result_is_bad(engine, monkeypatch, caplo
     assert (result.request_id, result.bad_blocks) == ("r", {11, 12, 13, 14}) and "never verified" in caplog.text
 
 
+@pytest.mark.parametrize(
+    "only, synchronous, flag, expected",
+    [(True, False, True, False), (False, False, True, True), (False, False, False, False), (False, False, None, True)],
+)
+def test_sync_loads_of_other_connectors_are_unverified(bare, only, synchronous, flag, expected):  # noqa: F811
+    """Before 0.29 (None) vLLM does not say whether a step has one."""
+    half, seen = bare, []
+    half._only_connector, half._provenance = only, SimpleNamespace(may_share=lambda state: True)
+    half._info, half._pool = SimpleNamespace(groups=[(16, None)]), SimpleNamespace(free_count=lambda: 9)
+    half._step_timer = SimpleNamespace(begin_step=lambda *_: None)
+    half._tables = SimpleNamespace(
+        each_block=False, begin_step=lambda output, get, unverified: seen.append(unverified) or []
+    )
+    half._exporter, half._offloader = SimpleNamespace(step=5, begin_step=lambda growth: []), None
+    half._matcher.prefetching, half._matcher.loaded = False, {}
+    output = SimpleNamespace(num_scheduled_tokens={}, **({} if flag is None else {"has_sync_kv_loads": flag}))
+    KVTierConnectorScheduler._follow(half, output, synchronous)
+    assert seen == [expected]
+
+
 def test_sync_load_blocks_are_not_stored_before_verification(bare):  # noqa: F811
     """And the step's time does not say how long computing takes."""
     half, seen = bare, {}
@@ -321,7 +341,7 @@ def test_sync_load_blocks_are_not_stored_before_verification(bare):  # noqa: F81
     half._questions, half._pool = SimpleNamespace(waiting=[]), SimpleNamespace(free_count=lambda: 9)
     half.has_pending_frees = lambda: False
     half._step_timer = SimpleNamespace(begin_step=lambda output, get, counts: seen.update(counts=counts))
-    half._tables = SimpleNamespace(each_block=False, begin_step=lambda output, get: growth)
+    half._tables = SimpleNamespace(each_block=False, begin_step=lambda *_: growth)
     half._exporter = SimpleNamespace(
         step=5, urgent=False, begin_step=lambda growth: seen.update(checksums_ready=growth) or []
     )

@@ -42,6 +42,7 @@ class KVTierConnectorScheduler(SchedulerParts):
     _report_at = 0.0  # when vLLM next gets what was counted
     _passive = False  # too much of our code failed
     _generation = 0  # of the checksums
+    _only_connector = True  # of this engine: it has no MultiConnector
     _answered = ""  # the request that vLLM was last given an answer to, until it has blocks
 
     def _start(self) -> None:
@@ -185,7 +186,9 @@ class KVTierConnectorScheduler(SchedulerParts):
             self._free_blocks(needed)
         if short is not self._tables.each_block:
             self._tables.look_at_each_block(short)
-        growth = self._tables.begin_step(output, self._matcher.get)
+        # Another connector's load, whose output comes with the step's. vLLM names it from 0.29 on.
+        others_load = not (synchronous or self._only_connector) and getattr(output, "has_sync_kv_loads", True)
+        growth = self._tables.begin_step(output, self._matcher.get, others_load)
         # The time of a step that waits for a load is not that of computing. Its blocks are followed once verified: as
         # the request grows further, or at its end.
         self._step_timer.begin_step(output, self._matcher.get, not synchronous)
@@ -242,6 +245,7 @@ class KVTierConnectorScheduler(SchedulerParts):
         if self._sync_load.verification_pending and (overdue := self._sync_load.overdue()):
             self.arrived([overdue], set())
         self._step_timer.end_step()
+        self._tables.end_step()
         now = time.monotonic()
         if not len(self._matcher):
             # Nothing is scheduled that messages, such as a grant of the last request's blocks, would delay.

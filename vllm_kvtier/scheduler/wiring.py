@@ -168,6 +168,7 @@ class SchedulerParts(ABC):
     def _meet_scheduler(self, scheduler: Any, connector: Any) -> None:
         """vLLM's scheduler is known, before it has the first request."""
         rollback.set_failure_policy(scheduler, self._config.kv_load_failure_policy)
+        self._only_connector = rollback.serves(scheduler, connector)
         if other := other_connectors.handing_off(scheduler, connector):
             self._exporter.exports = False
             logger.info(

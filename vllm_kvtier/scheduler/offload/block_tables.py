@@ -5,13 +5,14 @@ they certainly belong to the request. On vLLM's scheduler thread only.
 """
 
 import math
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from vllm_kvtier.cache_kinds import CacheGroup
 from vllm_kvtier.scheduler.matching.request_state import RequestState
+from vllm_kvtier.scheduler.planner.step_timer import MAX_STEPS_AHEAD
 
 LOT_BLOCKS = 16  # looking at a request costs the engine's thread as much for one block as for many
 
@@ -77,6 +78,8 @@ class BlockTables:
         self._tables: dict[str, Table] = {}
         self._prompts: set[str] = set()  # requests whose prompt is not computed yet
         self._step = 0
+        # Of steps whose output was not read: requests to be looked at later. As of ``StepTimer``, no more than 64.
+        self._unread: deque[set[str]] = deque(maxlen=MAX_STEPS_AHEAD)
         self._calendar: defaultdict[int, set[str]] = defaultdict(set)  # step -> requests to look at in it
         self.each_block = False
         self.rewritten = 0  # last computed tokens whose KV the next step writes again: chained draft modules do
@@ -96,23 +99,29 @@ class BlockTables:
             self._calendar[self._step + 1].update(self._tables)
         self.each_block = each
 
-    def begin_step(self, output: Any, tracked: Callable[[str], RequestState | None]) -> list[Growth]:
+    def begin_step(
+        self, output: Any, tracked: Callable[[str], RequestState | None], unverified: bool = False
+    ) -> list[Growth]:
         """Follow a step's scheduling. Returns the followed requests that are to be looked at: those that compute their
         prompt and fill a block or end it, and those that have generated a lot of blocks.
 
-        A request that generates is checked in the first step in which that can be: hundreds of them are in every step.
+        ``unverified``: its new requests may compute on a load of another connector, and its output says whether that
+        failed: they are looked at when it was read (``end_step``). A request that generates is checked in the first
+        step in which that can be: hundreds of them are in every step.
         """
         self._step += 1
+        resumed = output.scheduled_cached_reqs.resumed_req_ids
+        self._unread.append({new.req_id for new in output.scheduled_new_reqs} | set(resumed) if unverified else set())
         for new in output.scheduled_new_reqs:
             self._admit(new.req_id, new.block_ids, new.num_computed_tokens, tracked(new.req_id))
         cached = output.scheduled_cached_reqs
-        if cached.resumed_req_ids or any(cached.new_block_ids):
+        if resumed or any(cached.new_block_ids):
             self._extend(cached, tracked)
         look = self._calendar.pop(self._step, None)
         if not (look or self._prompts):
             return []
         out, scheduled = [], output.num_scheduled_tokens
-        for request_id in self._prompts | (look or set()):
+        for request_id in (self._prompts | (look or set())).difference(*self._unread):
             table = self._tables.get(request_id)
             state = tracked(request_id) if table is not None else None
             if table is None or state is None:
@@ -126,6 +135,11 @@ class BlockTables:
             if request_id not in self._prompts:
                 self._calendar[self._step + max(1, (table.due - computed) // max(1, tokens))].add(request_id)
         return out
+
+    def end_step(self) -> None:
+        """The output of the oldest step was read."""
+        if self._unread:
+            self._unread.popleft()
 
     def _next(self, request_id: str, request: Any, computed: int) -> int:
         """The number of computed tokens at which this request is to be looked at again."""
