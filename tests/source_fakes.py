@@ -6,6 +6,7 @@ from cache_groups import cache_groups
 from support import Uncontained
 from vllm.utils.hashing import get_hash_fn_by_name
 
+from vllm_kvtier.cache_kinds import InFlight
 from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.scheduler.context import BlockGeometry, EngineContext, LoadContext
 from vllm_kvtier.scheduler.engine_identity import EngineIdentity
@@ -52,7 +53,9 @@ def load_context(
         EngineContext(
             config or KVTierConfig(),
             SimpleNamespace(**{**facts, **dict(info)}),
-            BlockGeometry(groups, hash_block_size, bool(dict(info).get("left_behind"))),
+            BlockGeometry(
+                groups, hash_block_size, bool(dict(info).get("left_behind")), 0, dict(info).get("in_flight", InFlight())
+            ),
             pool or SimpleNamespace(free_count=lambda: 1 << 60, cached_about=lambda *_: 0),
             counters or Counters(),
             reactor,

@@ -87,13 +87,13 @@ class RaisingLife(Life):
         half = KVTierConnectorScheduler.__new__(KVTierConnectorScheduler)
         half._matcher, half._sync_load, half._contain, half._passive = self.matcher, self.sync_load, self.contain, False
         half._info = SimpleNamespace(unsupported=None, groups=groups)
-        half._offloader, half._store = None, self.tier
+        half._offloader, half._store, half._geometry = None, self.tier, self.load.engine.geometry
         half._questions = SimpleNamespace(waiting=[])
         facts = SimpleNamespace(reports_failed_requests=False, followed=lambda ids: ids)
         half._run_jobs, half._provenance = lambda: None, Provenance(None)
         half._identity = bare_identity(namespace=object())
         half._free_blocks = lambda blocks: None
-        half._exporter = SimpleNamespace(needed=lambda n: 0, finished=lambda *_: None, drain=lambda: None)
+        half._exporter = SimpleNamespace(finished=lambda *_: None, drain=lambda: None)
         half._access = SimpleNamespace(closed=True)
         half._tables = SimpleNamespace(remove=lambda name: None)
         half._exports, half._events = SimpleNamespace(end_export=lambda name: False, has_freed=lambda: False), None

@@ -132,6 +132,7 @@ class Life(Offload):
         lock = SchedulerLock(contain or Uncontained())
         lock.install(self.scheduler)
         half._info, half._config, half._pool = load.engine.info, config, pool
+        half._geometry = load.engine.geometry
         self.contain = half._contain = contain or Uncontained()
         half._passive, half._identity = False, bare_identity(namespace=object())
         half._checksum_index, half._exports = index, exports

@@ -187,10 +187,11 @@ class Life:
         half._matcher, half._sync_load, half._pool = world.matcher, world.sync_load, pool
         half._outcomes = load_results(world.load, world.matcher, contain)
         half._run_jobs, half._provenance = lambda: None, Provenance(pool)
+        half._geometry = world.load.engine.geometry
         half._identity = bare_identity(namespace=object())
         half._offloader = half._sharing = half._events = half._store = None
         half._exporter = SimpleNamespace(
-            needed=lambda tokens: 0, begin_step=lambda growth: [], step=1, urgent=False, drain=lambda: None,
+            begin_step=lambda growth: [], step=1, urgent=False, drain=lambda: None,
             release_for_requests=lambda needed: None,
         )  # fmt: skip
         half._tables = SimpleNamespace(

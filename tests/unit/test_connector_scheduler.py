@@ -7,6 +7,7 @@ from cache_groups import cache_groups, mamba
 from source_fakes import bare_identity, load_context, load_results
 from support import Uncontained
 
+from vllm_kvtier.cache_kinds import InFlight
 from vllm_kvtier.jobs.results import FetchResult, LoadResult, PullResult
 from vllm_kvtier.scheduler.connector_scheduler import KVTierConnectorScheduler
 from vllm_kvtier.scheduler.context import BlockGeometry
@@ -102,7 +103,8 @@ def test_retained_blocks_give_way_to_a_prompt_whose_beginning_is_in_free_blocks(
     half._provenance = SimpleNamespace(admit=lambda request, known: True)
     half._matcher = SimpleNamespace(match=lambda request, computed: (0, False), allocated=lambda *_: None, get=id)
     half._pool, half._offloader = SimpleNamespace(free_count=lambda: 12), None
-    half._exporter = SimpleNamespace(needed=lambda tokens: -(-tokens // 16), release_for_requests=freed.append)
+    half._geometry = BlockGeometry(half._info.groups, 16)
+    half._exporter = SimpleNamespace(release_for_requests=freed.append)
     request = SimpleNamespace(request_id="r", num_tokens=208)
     half.match(request, 160)  # 3 of 13 blocks are new
     assert freed == []
@@ -113,6 +115,26 @@ def test_retained_blocks_give_way_to_a_prompt_whose_beginning_is_in_free_blocks(
     assert freed == [14]
 
 
+@pytest.mark.parametrize(("groups", "tokens", "taken"), [
+    ([(16, None)] + [(16, 1024)] * 6, 35_000, 2188 + 6 * 1090),  # Gemma 3
+    ([(544, None)] + [mamba(544)] * 3, 100_000, 184 + 3 * 3),  # Qwen3-Next
+])  # fmt: skip
+def test_retained_blocks_stay_if_a_prompt_of_windows_or_states_fits_beside_them(half, groups, tokens, taken):
+    """All blocks of all groups were counted: a prompt that vLLM admitted at once ended every export."""
+    freed = []
+    half._identity = SimpleNamespace(resolve_namespace=lambda: None, namespace="n")
+    half._questions, half.has_pending_frees = SimpleNamespace(waiting=False), lambda: False
+    half._info = SimpleNamespace(unsupported="", groups=cache_groups(groups))
+    half._provenance = SimpleNamespace(admit=lambda request, known: True)
+    half._matcher = SimpleNamespace(match=lambda request, computed: (0, False))
+    half._geometry = BlockGeometry(half._info.groups, groups[0][0], in_flight=InFlight(2 * 8192))
+    half._exporter, half._offloader = SimpleNamespace(release_for_requests=freed.append), None
+    for free in taken, taken - 1:
+        half._pool, half._answered = SimpleNamespace(free_count=lambda free=free: free), ""
+        half.match(SimpleNamespace(request_id="r", num_tokens=tokens), 0)
+    assert freed == [taken]
+
+
 @pytest.mark.parametrize("free, tokens, freed", [(1, 1, [2]), (2, 1, []), (3, 33, [4]), (4, 33, []), (0, 0, [])])
 def test_retained_blocks_give_way_to_a_request_whose_load_has_ended(half, free, tokens, freed):
     """vLLM lacks blocks for the rest of its prompt, for which it asks nothing; it waited for ``retain_seconds``."""
@@ -120,8 +142,8 @@ def test_retained_blocks_give_way_to_a_request_whose_load_has_ended(half, free, 
     half._matcher.loaded, half._matcher.waiting_tokens = {"r": None} if tokens else {}, lambda scheduled: tokens
     half._info, half._offloader = SimpleNamespace(groups=cache_groups([(16, None)])), None
     half._pool = SimpleNamespace(free_count=lambda: free)
-    half._exporter = SimpleNamespace(release_for_requests=given.append, begin_step=lambda growth: [], step=1,
-                                     needed=lambda tokens: -(-tokens // 16))  # fmt: skip
+    half._geometry = BlockGeometry(half._info.groups, 16)
+    half._exporter = SimpleNamespace(release_for_requests=given.append, begin_step=lambda growth: [], step=1)
     half._tables = SimpleNamespace(each_block=False, begin_step=lambda *_: [])
     half._step_timer, half._matcher.prefetching = SimpleNamespace(begin_step=lambda *_: None), False
     assert half._follow(SimpleNamespace(num_scheduled_tokens={}), False) == [] and given == freed

@@ -245,11 +245,14 @@ def test_engine_info_draft_lookahead_is_what_hashes_leave_out(configure, monkeyp
     config = configure()
     if method is not None:
         drafts = method in ("eagle", "mtp")
-        config.speculative_config = SimpleNamespace(use_eagle=lambda: drafts, method=method)
+        config.speculative_config = SimpleNamespace(use_eagle=lambda: drafts, method=method, num_speculative_tokens=3)
     monkeypatch.setattr(type(config), "num_prefill_lookahead_tokens", chained)
     monkeypatch.setattr(trials, "hash_lookahead", lambda config: hashed)
     facts = engine_info(config, cache(FULL))
     assert (facts.draft_lookahead, facts.speculates) == (ahead, method is not None)
+    steps = config.scheduler_config.max_num_batched_tokens
+    assert facts.in_flight.tokens >= getattr(config, "max_in_flight_tokens", steps), "vLLM's own, since 0.31"
+    assert facts.in_flight.drafts == (3 if method else 0)
 
 
 def test_engine_info_of_all_groups_names_no_ids(configure):

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+from cache_groups import mamba
 from source_fakes import load_context
 
 from vllm_kvtier.config import KVTierConfig
@@ -36,7 +37,7 @@ class Planner:
 def make(planner=None, free=1 << 20, retained=0, groups=((16, None),), **options):
     counters = Counters()
     load = load_context(
-        groups, 16, config=KVTierConfig(**{"pull_threshold": 32, **options}), counters=counters,
+        groups, groups[0][0], config=KVTierConfig(**{"pull_threshold": 32, **options}), counters=counters,
         planner=planner or Planner(), pool=SimpleNamespace(free_count=lambda: free), retained_blocks=lambda: retained,
         identity={"instance": "me/1", "bytes_for": lambda tokens: tokens * BYTES},
     )  # fmt: skip
@@ -81,6 +82,18 @@ def test_peer_gpu_candidates_are_ordered(case, expected, reason):
     asked = made.is_eligible(t, holder(case["tokens"], case.get("instance", "other/1")), case.get("computed", 0))
     assert asked is expected
     assert counters.take() == ({f"peer_fetches_skipped|{reason}": 1} if reason else {})
+
+
+@pytest.mark.parametrize(("groups", "tokens", "blocks"), [
+    ([(16, None)] + [(16, 1024)] * 6, 40_000, 2500 + 6 * 64),  # Gemma 3
+    ([(544, None)] + [mamba(544)] * 3, 108_800, 200 + 3),  # Qwen3-Next
+])  # fmt: skip
+def test_peer_gpu_is_asked_if_the_blocks_that_a_load_fills_are_free(groups, tokens, blocks):
+    """All blocks of all groups were counted: an engine with an empty cache asked for no long prompt."""
+    for free in blocks, blocks - 1:
+        made, counters = make(Planner(), free=free, groups=groups)
+        assert made.is_eligible(request(tokens + 10), holder(tokens), 0) is (free == blocks)
+    assert counters.take() == {"peer_fetches_skipped|no_free_blocks": 1}
 
 
 def test_peer_gpu_unmappable_engine_is_asked_until_no_path_is_left():

@@ -123,11 +123,11 @@ class Running:
         half._config, half._pool, half._matcher = KVTierConfig(**options), pool, self.world.matcher
         half._provenance = Provenance(pool, prefix_caching, encoder)
         half._info = SimpleNamespace(unsupported=None)
-        half._questions = SimpleNamespace(waiting=[])
+        half._questions, half._geometry = SimpleNamespace(waiting=[]), self.world.load.engine.geometry
         half._run_jobs, half._identity = lambda: None, bare_identity(namespace=object())
         half._free_blocks = lambda needed: None
         half._contain, half._passive = Uncontained(), False
-        half._exporter = SimpleNamespace(needed=lambda tokens: 0, drain=lambda: None)
+        half._exporter = SimpleNamespace(drain=lambda: None)
         half._events = half._offloader = half._sharing = None
         revoke = lambda seconds: self.sent.append(None)  # noqa: E731
         half._exports = SimpleNamespace(clear=lambda: None, revoke=revoke, has_freed=lambda: False)

@@ -10,6 +10,7 @@ asks it; nothing compares names of kinds or looks for a window.
   parents if a prefix needs all (``whole_prefix``); or those that vLLM's prefix cache names (``by_position``).
 * Exporting: ``scheduler.leases.export_builder`` ends an export where every group has what a reader needs: of states
   that is not any token (``by_position``, ``lookup_tokens``).
+* Free blocks: how many a request takes at most (``taken_blocks``), and a load (``CacheGroup.load_blocks``).
 * Layout: ``vllm_compat.layout`` finds the kind of a specification by ``specs``, which also say what a cell holds:
   codecs encode cells whose contents are known. ``vllm_compat.worker_info`` asks how a block is divided over ranks
   (``split``).
@@ -21,13 +22,24 @@ A specification that no kind names is refused for that engine. Groups that vLLM 
 
 from functools import lru_cache
 
-from vllm_kvtier.cache_kinds.base import CacheGroup, CacheKind, Contents, Split, describe_kind
+from vllm_kvtier.cache_kinds.base import (
+    UNKNOWN_IN_FLIGHT,
+    CacheGroup,
+    CacheKind,
+    Contents,
+    InFlight,
+    Split,
+    describe_kind,
+)
 from vllm_kvtier.cache_kinds.chunked_local_attention import ChunkedLocalAttention
 from vllm_kvtier.cache_kinds.full_attention import FullAttention, MLAAttention
 from vllm_kvtier.cache_kinds.mamba import Mamba
 from vllm_kvtier.cache_kinds.sliding_window import SlidingWindow, SlidingWindowMLA
 
-__all__ = ["KINDS", "CacheGroup", "CacheKind", "Contents", "Split", "get", "describe_kind", "of_layer_type", "of_spec"]
+__all__ = [
+    "KINDS", "UNKNOWN_IN_FLIGHT", "CacheGroup", "CacheKind", "Contents", "InFlight", "Split",
+    "get", "describe_kind", "of_layer_type", "of_spec",
+]  # fmt: skip
 
 KINDS: dict[str, type[CacheKind]] = {
     kind.name: kind

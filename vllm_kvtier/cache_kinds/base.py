@@ -1,6 +1,7 @@
 """The contract of a kind of KV cache groups."""
 
 import enum
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,6 +29,16 @@ class Split(enum.Enum):
     HEADS = "by KV heads, which are repeated if there are more ranks"
     COPIES = "not at all: every rank has all of it"
     RANKS = "each rank has a part of its own"
+
+
+class InFlight(NamedTuple):
+    """The most that vLLM has scheduled and not settled. What it frees behind windows it frees once that is settled."""
+
+    tokens: int = sys.maxsize  # of all steps under way
+    drafts: int = 0  # tokens that a request speculates in a step
+
+
+UNKNOWN_IN_FLIGHT = InFlight()
 
 
 @dataclass(frozen=True)
@@ -77,6 +88,14 @@ class CacheKind(ABC):
         """The first position that a reader of ``tokens`` tokens needs; it may compute the last of them again."""
         return self.num_skipped_tokens(max(0, tokens - 1))
 
+    def taken_blocks(self, num_blocks: int, block_tokens: int, in_flight: InFlight) -> int:
+        """The most blocks that a request takes at once for tokens of ``num_blocks`` blocks, of ``block_tokens`` each.
+        No fewer than vLLM's ``max_admission_blocks_per_request`` and ``get_num_blocks_to_allocate`` ask for."""
+        if self.window is None:
+            return num_blocks
+        # Neither the window nor the tokens in flight need begin with a block.
+        return min(num_blocks, (self.window + in_flight.tokens + in_flight.drafts) // block_tokens + 2)
+
     def usable_tokens(self, tokens: int, prompt: int) -> int:
         """How many of ``tokens`` tokens that are at hand vLLM can take for a prompt of ``prompt`` tokens. It computes
         at least the last one."""
@@ -104,6 +123,10 @@ class CacheGroup(NamedTuple):
     def num_blocks(self, tokens: int) -> int:
         """Blocks that hold ``tokens`` tokens."""
         return -(-tokens // self.block_tokens)
+
+    def load_blocks(self, start: int, tokens: int) -> int:
+        """Blocks that a load of ``tokens`` tokens fills from token ``start`` on, which begins a block."""
+        return self.num_blocks(tokens) - max(start // self.block_tokens, self.first_needed_block(tokens))
 
     def num_skipped_blocks(self, computed: int) -> int:
         """Blocks that vLLM has freed; see ``CacheKind.num_skipped_tokens``."""

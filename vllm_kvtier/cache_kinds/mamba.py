@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from vllm_kvtier.cache_kinds.base import CacheKind, Contents, Split
+from vllm_kvtier.cache_kinds.base import CacheKind, Contents, InFlight, Split
 
 
 class Mamba(CacheKind):
@@ -35,6 +35,11 @@ class Mamba(CacheKind):
 
     def first_needed(self, tokens: int) -> int:
         return max(0, tokens - 1)
+
+    def taken_blocks(self, num_blocks: int, block_tokens: int, in_flight: InFlight) -> int:
+        """The states that a step begins and ends with, one for each token that is speculated, and one that is saved
+        from within the step or copied from a state of the prefix cache."""
+        return min(num_blocks, 2) + 1 + in_flight.drafts
 
     def usable_tokens(self, tokens: int, prompt: int) -> int:
         return tokens if tokens < prompt else 0

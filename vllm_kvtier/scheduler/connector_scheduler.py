@@ -90,7 +90,7 @@ class KVTierConnectorScheduler(SchedulerParts):
             # vLLM asks again where it lacked blocks. It also takes the free ones that hold what it has computed, and
             # may want one more of each group for what it speculates.
             again, self._answered = self._answered == request.request_id, request.request_id
-            needed = self._exporter.needed(request.num_tokens - (0 if again else computed))
+            needed = self._geometry.taken_blocks(request.num_tokens - (0 if again else computed))
             self._free_blocks(needed + again * len(self._info.groups))
         return tokens, asynchronous
 
@@ -181,7 +181,7 @@ class KVTierConnectorScheduler(SchedulerParts):
         short = needed > self._pool.free_count()
         waiting = self._matcher.waiting_tokens(output.num_scheduled_tokens) if self._matcher.loaded else 0
         if waiting:
-            needed += self._exporter.needed(waiting) + len(self._info.groups)
+            needed += self._geometry.taken_blocks(waiting) + len(self._info.groups)
         if short or waiting:
             self._free_blocks(needed)
         if short is not self._tables.each_block:

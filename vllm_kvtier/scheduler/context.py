@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from vllm_kvtier.cache_kinds import CacheGroup
+from vllm_kvtier.cache_kinds import UNKNOWN_IN_FLIGHT, CacheGroup, InFlight
 
 if TYPE_CHECKING:  # what reads one of these objects needs not import vLLM for the others
     from collections.abc import Callable
@@ -38,6 +38,7 @@ class BlockGeometry:
     hash_block_size: int
     whole_blocks: bool = False
     draft_lookahead: int = 0  # see EngineInfo
+    in_flight: InFlight = UNKNOWN_IN_FLIGHT
 
     @cached_property
     def alignment(self) -> int:
@@ -56,6 +57,14 @@ class BlockGeometry:
     def lookup_tokens(self, prompt: int) -> int:
         """As ``CacheKind.lookup_tokens``, for all groups."""
         return min(group.kind.lookup_tokens(prompt) - self.whole_blocks for group in self.groups)
+
+    def taken_blocks(self, tokens: int) -> int:
+        """The most blocks that a request takes at once for ``tokens`` more tokens."""
+        return sum([kind.taken_blocks(-(-tokens // size), size, self.in_flight) for size, kind in self.groups])
+
+    def load_blocks(self, start: int, tokens: int) -> int:
+        """Blocks that a load of ``tokens`` tokens fills from token ``start`` on, where blocks of all groups begin."""
+        return sum(group.load_blocks(start, tokens) for group in self.groups)
 
     def load_bytes(self, hit: LookupHit, start: int) -> int:
         """What one rank transfers of ``hit`` from token ``start`` on. Windows and states are needed in any case."""

@@ -8,7 +8,7 @@ from typing import Any
 from vllm.envs import environment_variables
 
 from vllm_kvtier import fingerprint
-from vllm_kvtier.cache_kinds import CacheGroup
+from vllm_kvtier.cache_kinds import UNKNOWN_IN_FLIGHT, CacheGroup, InFlight
 from vllm_kvtier.errors import UnsupportedLayout
 from vllm_kvtier.vllm_compat import kv_events, sleep
 from vllm_kvtier.vllm_compat import namespace as ns
@@ -54,6 +54,7 @@ class EngineInfo:
     speculates: bool = False  # so that a step's sampling decides which state is behind its last token
     # Tokens behind a position that KV of draft layers depends on there, and that its block's hash may not cover.
     draft_lookahead: int = 0
+    in_flight: InFlight = UNKNOWN_IN_FLIGHT
 
     @property
     def reports_failed_requests(self) -> bool:
@@ -136,6 +137,7 @@ def engine_info(vllm_config: Any, kv_cache_config: Any, context_parallel: str = 
         multimodal=vllm_config.model_config.is_multimodal_model,
         speculates=vllm_config.speculative_config is not None,
         draft_lookahead=_draft_lookahead(vllm_config),
+        in_flight=_in_flight(vllm_config),
         config=vllm_config,
     )
 
@@ -146,6 +148,13 @@ def _short(engine_id: str) -> str:
         return engine_id
     digest = hashlib.blake2b(engine_id.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
     return f"{engine_id[: MAX_ENGINE_ID - len(digest) - 1]}.{digest}"
+
+
+def _in_flight(vllm_config: Any) -> InFlight:
+    """vLLM has at most a step more under way than there are pipeline stages (its ``max_concurrent_batches``)."""
+    steps, speculative = vllm_config.parallel_config.pipeline_parallel_size + 1, vllm_config.speculative_config
+    drafts = 0 if speculative is None else speculative.num_speculative_tokens or 0
+    return InFlight(steps * vllm_config.scheduler_config.max_num_batched_tokens, drafts)
 
 
 def _draft_lookahead(vllm_config: Any) -> int:

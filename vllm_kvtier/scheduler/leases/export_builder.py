@@ -374,10 +374,6 @@ class ExportBuilder:
             if freed:
                 self._table.put_back(freed)
 
-    def needed(self, tokens: int) -> int:
-        """Blocks a request needs for ``tokens`` more."""
-        return sum(-(-tokens // size) for size, _ in self._groups)
-
     def release_for_requests(self, needed: int) -> None:
         """End retained exports, if fewer than ``needed`` blocks are free."""
         short = needed - self._pool.free_count()

@@ -79,13 +79,14 @@ class Offloader:
         self._store, self._pool, self._keys = store, pool, engine.identity.content_keys
         self._writes, self._prompts_only = config.store_write != "off", config.store_write == "prompt"
         self._groups, self._counters, self._reactor = groups, engine.counters, engine.reactor
+        self._taken_blocks = engine.geometry.taken_blocks
         self._verified, self.events = verified, events
         self._hash_block_size, self._by_position = engine.geometry.hash_block_size, engine.geometry.by_position
         self._speculates = engine.info.speculates
         self._max_pinned = int(pool.num_blocks * config.store_inflight_share)
         self._step_tokens = step_tokens
         # Free blocks that are left for a step when blocks of ended requests are pinned again.
-        self._spare = min(sum(-(-step_tokens // size) for size, _ in groups), pool.num_blocks // 4)
+        self._spare = min(self._taken_blocks(step_tokens), pool.num_blocks // 4)
         self.pinned = 0  # blocks held for copies
         # Pinned blocks that no request held at the last count, and the step from which on they are counted again.
         self._alone, self._recount_at = 0, 0
@@ -132,7 +133,7 @@ class Offloader:
         if not left:
             return
         left = min(self._step_tokens, left)
-        short = sum(-(-left // size) for size, _ in self._groups) - self._pool.free_count()
+        short = self._taken_blocks(left) - self._pool.free_count()
         if short > 0:
             self.cancel_for_requests(short)
 

@@ -88,7 +88,7 @@ class PeerGpuSource(PeerLeaseSource):
         nbytes = self._engine.identity.bytes_for(tokens - start)
         if tokens - start < max(1, self._config.pull_threshold):
             reason = "below_threshold"
-        elif not self._context.has_blocks(sum(-(-(tokens - start) // size) for size, _ in self._geometry.groups)):
+        elif not self._context.has_blocks(self._geometry.load_blocks(start, tokens)):
             reason = "no_free_blocks"
         elif not alone and self._computed_meanwhile(instance, nbytes, start, tokens, prompt):
             reason = "compute_within_step"

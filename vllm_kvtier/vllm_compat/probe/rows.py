@@ -116,7 +116,7 @@ ROWS: tuple[Row, ...] = (
             "cache_config load_config device_config compilation_config kv_events_config attention_config "
             "speculative_config quant_config kernel_config __dataclass_fields__",
             "vllm.config:KernelConfig": "moe_backend linear_backend",
-            "vllm.config:SpeculativeConfig": "method draft_model_config use_eagle",
+            "vllm.config:SpeculativeConfig": "method draft_model_config use_eagle num_speculative_tokens",
             "vllm.config:KVTransferConfig": "engine_id kv_connector_extra_config kv_load_failure_policy kv_role "
             "kv_buffer_device",
             "vllm.config:ParallelConfig": "tensor_parallel_size pipeline_parallel_size data_parallel_size "
