@@ -255,6 +255,17 @@ def test_engine_info_draft_lookahead_is_what_hashes_leave_out(configure, monkeyp
     assert facts.in_flight.drafts == (3 if method else 0)
 
 
+@pytest.mark.parametrize(
+    "drafts, release, keeps", [(True, "0.32.0", False), (True, "0.33.0", True), (False, "0.32.0", True)]
+)
+def test_engine_info_keeps_sessions_without_drafts_or_from_vllm_0_33(configure, monkeypatch, drafts, release, keeps):
+    config = configure()
+    if drafts:
+        config.speculative_config = SimpleNamespace(use_eagle=lambda: False, method="ngram", num_speculative_tokens=3)
+    monkeypatch.setattr("vllm_kvtier.vllm_compat.version.installed_version", lambda: release)
+    assert engine_info(config, cache(FULL)).keeps_sessions is keeps
+
+
 def test_engine_info_of_all_groups_names_no_ids(configure):
     facts, blocks = engine_info(configure(), cache(FULL, FULL)), ([1], [2])
     assert facts.group_ids is None and facts.followed(blocks) is blocks and list(facts.left_out(blocks)) == []

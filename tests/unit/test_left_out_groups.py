@@ -80,8 +80,8 @@ def test_block_tables_leave_out_what_chained_drafts_write_again():
 @pytest.mark.parametrize("resumed", [False, True])
 def test_block_tables_wait_for_the_output_of_a_step_that_computes_on_an_unverified_load(ahead, resumed):
     """Beside a connector whose loads vLLM's forward waits for (LMCache's default): its output says which blocks are
-    bad, and what the step computed on them had got a valid checksum and was stored. ``ahead``: vLLM schedules one more step
-    before it reads that output."""
+    bad, and what the step computed on them had got a valid checksum and was stored. ``ahead``: vLLM schedules one more
+    step before it reads that output."""
     tables = BlockTables(info().groups, SIZE, lambda ids: None, lambda t: True)
     states = {name: SimpleNamespace(request=make_request(name, list(range(6 * SIZE)), SIZE)) for name in "rs"}
 

@@ -111,6 +111,17 @@ def test_weights_adapter_loaded_by_vllm_is_known(listener, monkeypatch, tmp_path
 # -- what becomes of requests ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("keeps, resumable, admitted", [(False, True, False), (False, False, True), (True, True, True)])
+def test_sessions_whose_kv_vllm_miscounts_are_private(keeps, resumable, admitted):
+    """With drafts, tokens behind a session's stop counted as computed: their KV was stored under its next tokens."""
+    provenance = Provenance(None, keeps_sessions=keeps)
+    request = make_request("r", list(range(9)), HASH_BLOCK_SIZE)
+    request.resumable = resumable
+    assert provenance.would_admit(request) is admitted
+    assert provenance.admit(request, True) is admitted and provenance.admit(request, True) is admitted
+    assert provenance.remove(request) is admitted
+
+
 class Running:
     """A scheduler side around a real block pool and matcher; ``how`` its requests end is not its matter."""
 

@@ -159,7 +159,7 @@ class SchedulerParts(ABC):
         )  # fmt: skip
         self._tables.rewritten = max(0, info.draft_lookahead - 1)
         encoder_is_empty = (lambda: weights.encoder_is_empty(self.engine_scheduler)) if info.multimodal else None
-        self._provenance = Provenance(pool, info.prefix_caching, encoder_is_empty)
+        self._provenance = Provenance(pool, info.prefix_caching, encoder_is_empty, info.keeps_sessions)
         self._gauges = Gauges(context, self._matcher, self._exports, self._store, self._offloader)
         self._questions = AdminRequests(
             context, self._exports, self._matcher, self._store_admin, self._offloader, self._engine.wake

@@ -1,4 +1,5 @@
-"""Which requests may load and share KV: those whose weights and adapter are identified.
+"""Which requests may load and share KV: those whose weights and adapter are identified, and whose KV is that of their
+tokens.
 
 These are *admitted*. All others are *private*: this engine computes them alone, asks no source for them, and neither
 stores, exports nor shares their KV. The KV of an admitted request with a LoRA adapter is shared when the request has
@@ -20,10 +21,15 @@ logger = get_logger(__name__)
 
 class Provenance:
     def __init__(
-        self, pool: BlockPool, prefix_caching: bool = True, encoder_is_empty: Callable[[], bool] | None = None
+        self,
+        pool: BlockPool,
+        prefix_caching: bool = True,
+        encoder_is_empty: Callable[[], bool] | None = None,
+        keeps_sessions: bool = True,
     ):
         """``prefix_caching``: vLLM's own; without it no request gets what another one computed, but for the outputs of
-        a multimodal model's encoder."""
+        a multimodal model's encoder. ``keeps_sessions``: as of ``EngineInfo``."""
+        self._keeps_sessions = keeps_sessions
         self._pool, self._prefix_caching, self._encoder_is_empty = pool, prefix_caching, encoder_is_empty
         # By id, of requests that have been matched and have not ended: their adapter, or True without one; None:
         # private. A request whose matching failed is not in it, and so not shared.
@@ -47,7 +53,7 @@ class Provenance:
         adapter = ADAPTERS.admit(lora) if lora is not None else None
         if adapter is AWAITED:
             return None
-        good = identified and not self._stale and (lora is None or adapter is not None)
+        good = identified and not self._stale and self._is_its_tokens(request) and (lora is None or adapter is not None)
         if good and adapter is not None and adapter.digest is not None:
             vr.keep_variant(request, adapter.digest)
         self._admitted[request_id] = (adapter or True) if good else None
@@ -61,7 +67,11 @@ class Provenance:
 
     def would_admit(self, request: Any) -> bool:
         """Whether this request, which waits to be matched, would be admitted now."""
-        return not self._stale and vr.lora_fingerprint(request) is not None
+        return not self._stale and self._is_its_tokens(request) and vr.lora_fingerprint(request) is not None
+
+    def _is_its_tokens(self, request: Any) -> bool:
+        """Whether vLLM keeps this request's KV in step with its tokens."""
+        return self._keeps_sessions or not request.resumable
 
     def is_admitted(self, state: RequestState) -> bool:
         return self._admitted.get(state.request.request_id) is not None
