@@ -22,6 +22,7 @@ from vllm_kvtier.store.client import Failed, StoreClient
 from vllm_kvtier.store.options import StoreOptions
 from vllm_kvtier.store.server.server import StoreServer
 from vllm_kvtier.wire.reactor import Reactor
+from vllm_kvtier.wire.stream import read_frame
 
 BLOCK_HASHES = block_hashes_of((20, "a"))
 
@@ -306,6 +307,50 @@ def test_store_client_hung_store_is_disconnected_once(path, connect):
         sock = _greet(listener)
         eventually(lambda: client.connected)
         sock.close()
+
+
+def test_store_client_that_was_stopped_itself_reads_before_it_gives_up(server, client, reactor):
+    """A busy interpreter, SIGSTOP, a paused machine: the answers are there, more than one read takes."""
+    store(client, BLOCK_HASHES)
+    session, goes_on = client.session, threading.Event()
+    reactor.call_soon(goes_on.wait)
+    reactor.call_soon(client._watch)
+    pending = [client.lookup(NAMESPACE_ID, BLOCK_HASHES, 0, EVERYTHING) for _ in range(100)]
+    eventually(lambda: server.index.stats().leases == 100)
+    for each in pending:
+        each.deadline = 0.0
+    client._received = 0.0
+    goes_on.set()
+    assert {type(outcome(each)) for each in pending} == {m.Found}
+    assert client.connected and client.session == session
+
+
+def test_store_client_late_answer_fails_alone(path, connect, reactor):
+    """What it leases and reserves is given back: no other code knows of it."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen()
+        client = connect(lookup_timeout=30)
+        sock = _greet(listener)
+        eventually(lambda: client.connected)
+        late = client.lookup(NAMESPACE_ID, BLOCK_HASHES, 0, EVERYTHING)
+        late_too = client.reserve(NAMESPACE_ID, b"", *items_of(BLOCK_HASHES), EVERYTHING)
+        stat = client.stat()
+        ids = [m.decode_request(_frame(sock)).id for _ in range(3)]
+        late.deadline = late_too.deadline = 0.0
+        reactor.call_soon(client._watch)
+        assert "too slow" in outcome(late).reason and "too slow" in outcome(late_too).reason
+        assert client.connected and stat.outcome is None
+        for reply in (m.Found(ids[0], 7, 1, [[5]]), m.Reserved(ids[1], [9, m.EXISTS]), m.Done(ids[2], 1)):
+            frame = m.encode(reply)
+            sock.sendall(len(frame).to_bytes(4, "little") + frame)
+        assert outcome(stat) == m.Done(ids[2], 1)
+        assert [m.decode_request(_frame(sock)) for _ in range(2)] == [m.Release(7), m.Abort([9])]
+        sock.close()
+
+
+def _frame(sock: socket.socket) -> bytes:
+    return read_frame(sock, time.monotonic() + 10, [])
 
 
 @pytest.mark.parametrize("answer", [b"\xc1", m.encode(m.Ready(1, 1)), m.encode(m.Welcome(9, "9", "i", 1, 1, 1, False))])

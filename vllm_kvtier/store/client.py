@@ -3,8 +3,9 @@
 Every request returns a :class:`Pending` at once. Its outcome is the store's answer, or Failed: without a store, after a
 disconnect, or without an answer within ``lookup_timeout``.
 
-A request without an answer in that time closes the connection, which ends its leases in the store. The client then
-reconnects with a growing backoff. So a hanging store costs its clients one ``lookup_timeout``, not one per request.
+A late answer fails its request alone; what it leases or reserves is given back when it arrives. If nothing at all came
+in that time, the connection is closed, which ends its leases in the store. The client then reconnects with a growing
+backoff. So a hanging store costs its clients one ``lookup_timeout``, not one per request.
 """
 
 import itertools
@@ -32,6 +33,9 @@ logger = get_logger(__name__)
 RETRY_SECONDS = 0.05, 5.0  # first and longest backoff between connection attempts
 REFUSED_SECONDS = 15.0  # backoff after a refusal, for example by a store of another version
 CACHED_BYTES = 64 << 10  # of keys per message
+# Reads of what has arrived, before a request counts as late: this process may have been stopped, not the store. It is
+# bounded because a broken store may send forever.
+MAX_LATE_READS = 64
 _ID_MASK = (1 << 48) - 1  # of request ids
 
 
@@ -148,6 +152,7 @@ class StoreClient:
         self._retry_timer: Timer | None = None
         self._backoff = RETRY_SECONDS[0]
         self._refused = False  # the connection is being closed by a refusal
+        self._received = 0.0  # when the latest frame came
 
     def start(self) -> None:
         """Start connecting; before or after the reactor's start, any thread."""
@@ -391,6 +396,7 @@ class StoreClient:
             hint = " (another version?)" if stream is self._greeting else ""
             stream.close(f"malformed message{hint}: {error}")
             return
+        self._received = time.monotonic()
         if stream is self._greeting:
             self._greeted(stream, reply)
         elif isinstance(reply, m.Ready):
@@ -412,6 +418,10 @@ class StoreClient:
                 pending = self._pending.pop(reply.id, None) or self._waiting.pop(reply.id, None)
             if pending is not None:
                 pending.resolve(reply)
+            elif isinstance(reply, m.Found) and reply.lease:
+                stream.send(m.encode(m.Release(reply.lease)))
+            elif isinstance(reply, m.Reserved) and (slots := [slot for slot in reply.slots if slot > 0]):
+                stream.send(m.encode(m.Abort(slots)))
 
     def _greeted(self, stream: Stream, reply: m.Reply) -> None:
         if isinstance(reply, m.Refused):
@@ -473,8 +483,9 @@ class StoreClient:
         self._changed()
         self._disconnected(text, backoff)
 
-    def _watch(self) -> None:
-        """One timer for all requests: of those answered in order the oldest is due first."""
+    def _watch(self, reads: int = 0) -> None:
+        """One timer for all requests: of those answered in order the oldest is due first. ``reads``: since one is
+        late."""
         with self._lock:
             due = [pending.deadline for pending in self._waiting.values()]
             due += [pending.deadline for pending in itertools.islice(self._pending.values(), 1)]
@@ -482,14 +493,29 @@ class StoreClient:
                 self._watched = False
                 return
             stream = self._stream
-            left = min(due) - time.monotonic()
+            now = time.monotonic()
+            left = min(due) - now
         if left > 0:
             # At most lookup_timeout, because a request that is sent meanwhile may be due earlier.
             self._reactor.call_later(min(left, self._lookup_timeout), self._watch)
             return
-        if stream is not None:
-            stream.close(f"it has not answered for {self._lookup_timeout:g} s")
+        if stream is not None and reads < MAX_LATE_READS and stream.has_input():
+            self._reactor.call_soon(lambda: self._watch(reads + 1))
+            return
+        reason = f"it has not answered for {self._lookup_timeout:g} s"
+        if stream is not None and now - self._received >= self._lookup_timeout:
+            stream.close(reason)
+        else:
+            self._fail_late(now, f"the node store at {self._path} is too slow: {reason}")
         self._reactor.call_soon(self._watch)
+
+    def _fail_late(self, now: float, reason: str) -> None:
+        late = []
+        with self._lock:
+            for requests in (self._pending, self._waiting):
+                late += [requests.pop(id) for id in [id for id, each in requests.items() if each.deadline <= now]]
+        for pending in late:
+            pending.resolve(Failed(reason))
 
     def _end(self) -> None:
         if self._closed:

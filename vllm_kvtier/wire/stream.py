@@ -141,6 +141,14 @@ class Stream:
         fds, self._fds = self._fds, []
         return fds
 
+    def has_input(self) -> bool:
+        """Whether something has arrived that ``on_frame`` has not got, if only a part of a frame."""
+        if self._more_queued or self._closed:
+            return self._more_queued
+        poller = select.poll()
+        poller.register(self._socket, select.POLLIN)
+        return bool(poller.poll(0))
+
     def peer(self) -> tuple[int, int]:
         """(process id, user id) of the peer when it connected, from the kernel."""
         raw = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
