@@ -366,6 +366,18 @@ def test_store_client_wrong_hello_answer_is_other_version(path, connect, answer)
         sock.close()
 
 
+def test_store_of_another_version_is_replaced_once_unused(connect, path, monkeypatch):
+    monkeypatch.setattr(client_module, "REFUSED_SECONDS", 0.01)
+    ended, launched = threading.Event(), threading.Event()
+    old = StoreServer(path, StoreOptions(size="1MiB"), ended.set)
+    old.start()
+    hello = m.Hello("new", 1, "engine", protocol=m.PROTOCOL + 1)
+    connect(hello=hello, launch=launched.set)
+    assert ended.wait(10)
+    old.stop()
+    assert launched.wait(10)
+
+
 def test_store_refusal_has_cause_and_backoff(server, connect, monkeypatch):
     client = connect(hello=m.Hello("new", 1, "engine", protocol=m.PROTOCOL + 1, version="9.9"))
     eventually(lambda: "refuses" in client.reason)

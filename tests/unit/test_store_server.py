@@ -580,6 +580,38 @@ def test_store_without_clients_exits(tmp_path):
     server.stop()
 
 
+def test_launched_store_makes_way_for_another_version_once_unused(tmp_path):
+    """Before, new engines had no store for ten minutes after the last old one had left."""
+    idle = threading.Event()
+    server = make(tmp_path / "s.sock", idle.set)
+    other = m.Hello("new", 1, "engine", protocol=m.PROTOCOL + 1, version="9.9")
+    with RawClient(server.path, engine_hello()) as ours:
+        with RawClient(server.path) as client:
+            assert "ends once its own engines have left" in client.ask(other).reason
+        assert ours.stat() and not idle.is_set(), "it is used"
+    eventually(lambda: not server._used())
+    with RawClient(server.path) as client:
+        client.ask(msgspec.structs.replace(other, kind="tool"))
+    with RawClient(server.path, tool_hello()) as client:
+        assert client.stat() and not idle.is_set(), "another version's statistics want no store"
+    with RawClient(server.path) as client:
+        client.ask(other)
+        assert idle.wait(5)
+    server.stop()
+
+
+def test_operators_store_stays_for_another_version(tmp_path):
+    idle = threading.Event()
+    server = StoreServer(str(tmp_path / "s.sock"), StoreOptions(size="1MiB"), idle.set, launched=False)
+    server.start()
+    with RawClient(server.path) as client:
+        refused = client.ask(m.Hello("new", 1, "engine", protocol=m.PROTOCOL + 1))
+        assert "run one of the engines' version" in refused.reason
+    assert_serves(server)
+    assert not idle.is_set()
+    server.stop()
+
+
 def test_store_used_by_other_nodes_is_not_idle(tmp_path, monkeypatch):
     idle, lent = threading.Event(), iter(range(5))
     monkeypatch.setattr(TierStack, "leases_granted", property(lambda lower: next(lent, 5)))

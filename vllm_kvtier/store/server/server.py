@@ -71,7 +71,7 @@ class _Client:
 class StoreServer:
     """Serves ``path`` from ``start`` to ``stop``. ``on_idle`` is called on the reactor's thread after ``idle_seconds``
     without an engine or worker, and without a lease for another node; new clients are refused from then on.
-    ``launched``: by an engine.
+    ``launched``: by an engine. Such a store makes way for engines of another protocol once it has none of its own.
 
     Raises listen_socket.ServedAlready if another process serves the path, ConfigError if the pool does not fit, and
     KVTierError otherwise.
@@ -215,9 +215,13 @@ class StoreServer:
             logger.debug("kvtier: store: %s disconnected (%s)", client, reason)
         self._watch_idle()
 
+    def _used(self) -> bool:
+        """Tools (statistics, clear) do not keep the store alive."""
+        return any(c.hello is not None and c.hello.kind != "tool" for c in self._clients.values())
+
     def _watch_idle(self) -> None:
-        """Start or stop the idle timer. Tools (statistics, clear) do not keep the store alive."""
-        used = any(c.hello is not None and c.hello.kind != "tool" for c in self._clients.values())
+        """Start or stop the idle timer."""
+        used = self._used()
         if used and self._idle is not None:
             self._idle.cancel()
             self._idle = None
@@ -230,7 +234,10 @@ class StoreServer:
             self._idle = None
             self._watch_idle()
             return
-        logger.info("kvtier: store: unused for %g s; it ends", self.options.idle_seconds)
+        self._end(f"unused for {self.options.idle_seconds:g} s")
+
+    def _end(self, reason: str) -> None:
+        logger.info("kvtier: store: %s; it ends", reason)
         self.reactor.remove_fd(self._listener.fileno())
         self._listener.close()  # a new client fails at once, and starts another store
         self._on_idle()
@@ -266,9 +273,15 @@ class StoreServer:
             self._refuse(
                 client,
                 f"the running store is vllm-kvtier {__version__} with protocol {m.PROTOCOL}, the client is "
-                f"{hello.version or 'unknown'} with protocol {hello.protocol}; stop the store (pid {os.getpid()}), or "
-                "set a different store name for each version",
+                f"{hello.version or 'unknown'} with protocol {hello.protocol}; "
+                + (
+                    "it ends once its own engines have left"
+                    if self._launched
+                    else f"stop it (pid {os.getpid()}) and run one of the engines' version"
+                ),
             )
+            if self._launched and hello.kind != "tool" and not self._used():
+                self._end(f"only engines of protocol {hello.protocol} ask for it")
             return
         self.index.connect(client.number, hello.hash_block_size, hello.groups)
         client.hello = hello
