@@ -15,6 +15,7 @@ from vllm_kvtier.scheduler.offload.kv_events import Events
 from vllm_kvtier.store.client import Failed
 from vllm_kvtier.store.protocol import HASH_BYTES
 from vllm_kvtier.vllm_compat import requests as vr
+from vllm_kvtier.wire import link as m
 
 
 def test_offloader_reoffers_after_parent_was_lost():
@@ -255,7 +256,7 @@ def test_offloader_keeps_little_of_an_ended_request():
     while r.request.num_computed_tokens < 33:
         engine.step(every=1.1)
     expected = events.describe(b"space".ljust(HASH_BYTES), r.request, 0, range(8))
-    assert [keys for *_, (_, _, keys) in expected][:3] == [[("cat", 1), "tenant"], [("cat", -3)], None]
+    assert [keys for *_, (_, keys) in expected][:3] == [[("cat", 1), "tenant"], [("cat", -3)], None]
     engine.finish(r, True)
     engine.settle_down()
     hashes = [bytes(h)[:HASH_BYTES] for h in r.request.block_hashes]
@@ -287,6 +288,15 @@ def test_offloader_blocks_of_embeddings_are_offered_once():
     engine.settle_down()
     assert stored(engine, r) == [] and not engine.offloader._ended
     assert engine.counters.take() == {"stores_skipped|store_unavailable": 8}
+
+
+def test_time_with_stores_is_that_of_the_ranks_that_write_not_their_sum():
+    """With eight ranks it was eight seconds a second."""
+    engine = Engine(GROUPS["full"], 1, 0)
+    engine.tier.writers = [{0, 1, 2, 3}, {1, 2, 3, 4}]
+    for rank in range(5):
+        engine.offloader.jobs.stored(m.Stored(rank, [], [], 1000, 2.0))
+    assert engine.counters.take()["store_seconds"] == pytest.approx(2.0)
 
 
 def test_offloader_tokens_of_ended_requests_are_bounded(monkeypatch):

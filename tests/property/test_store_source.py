@@ -8,6 +8,7 @@ from matcher_harness import GROUPS, HASH_BLOCK_SIZE, ONE, World, no_violations, 
 from support import make_request
 
 from vllm_kvtier.scheduler.matching import source_selector
+from vllm_kvtier.scheduler.sources import store_source
 from vllm_kvtier.scheduler.sources.base import LookupMiss
 from vllm_kvtier.store.protocol import HASH_BYTES
 
@@ -218,6 +219,15 @@ def test_store_source_touches_blocks_cached_on_gpu():
     assert world.matcher.match(request, 16) == (0, False) and not world.client.open
     [(verb, namespace_id, block_hashes)] = world.client.told
     assert (verb, namespace_id, len(block_hashes)) == ("touch", world.tier.namespace_id(b""), 4 * HASH_BYTES)
+
+
+def test_prompt_beyond_the_hashes_of_a_lookup_has_its_own_reason(monkeypatch):
+    """With blocks of one token, tokens behind 131,072: the reason was an unavailable store."""
+    monkeypatch.setattr(store_source, "MAX_HASH_BLOCKS", 4)
+    world = World(ONE)
+    request = make_request("r", list(range(8 * HASH_BLOCK_SIZE + 1)), HASH_BLOCK_SIZE)
+    assert world.matcher.match(request, 4 * HASH_BLOCK_SIZE) == (0, False) and not world.client.open
+    assert world.counters.take()["lookups_declined|prompt_too_long"] == 1
 
 
 def test_store_source_disconnected_store_is_not_waited_for():

@@ -17,7 +17,7 @@ from support import Clock, make_request
 
 from vllm_kvtier.codecs import choice
 from vllm_kvtier.connector import KVTierConnector
-from vllm_kvtier.jobs.results import LoadResult
+from vllm_kvtier.jobs.results import LoadResult, PullResult
 from vllm_kvtier.scheduler import connector_scheduler
 from vllm_kvtier.scheduler.admin.gauges import REFRESH_SECONDS, Gauges
 from vllm_kvtier.scheduler.leases import lease_client
@@ -251,6 +251,15 @@ def test_load_with_one_failed_rank_counts_as_failed():
     counts = counters.take()
     assert counts["loads|failed"] == 1 and "loads|ok" not in counts and counts["load_seconds|failed"] == [0.3]
     assert counts["integrity_failures|host"] == 1
+
+
+def test_corrupt_block_is_counted_once_whatever_ranks_have_a_part_of_it():
+    heard, counters = outcomes()
+    heard.arrived([result(bad=[4], corrupt=[(0, 16)]), result(bad=[4, 5], corrupt=[(0, 16), (0, 32)])], ())
+    pulls = [PullResult("p", {1, 2}, True, "wrong", 0, 0.1, checksum_mismatch=True) for _ in range(2)]
+    heard.arrived(pulls, ())
+    counts = counters.take()
+    assert (counts["integrity_failures|host"], counts["integrity_failures|engine"]) == (2, 2)
 
 
 @pytest.mark.parametrize("prompts", [False, True])

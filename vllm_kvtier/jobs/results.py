@@ -1,5 +1,6 @@
 """Results that workers report for the jobs of ``jobs.transfer_jobs``."""
 
+from collections.abc import Hashable, Set
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -21,9 +22,9 @@ class PullResult:
     unreadable: bool = False  # NIXL's read failed, or did not end in time
 
     @property
-    def num_corrupt(self) -> int:
-        """Blocks that count as corrupt: all that are bad."""
-        return len(self.bad_blocks) if self.checksum_mismatch else 0
+    def corrupt_blocks(self) -> Set[Hashable]:
+        """Those that count as corrupt, alike on all ranks: all that are bad."""
+        return self.bad_blocks if self.checksum_mismatch else set()
 
 
 @dataclass
@@ -64,8 +65,8 @@ class LoadResult:
         return bool(self.corrupt)
 
     @property
-    def num_corrupt(self) -> int:
-        return len(self.corrupt)
+    def corrupt_blocks(self) -> Set[Hashable]:
+        return {(self.node, *each) for each in self.corrupt}
 
 
 Result = PullResult | FetchResult | LoadResult

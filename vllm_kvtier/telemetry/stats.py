@@ -41,7 +41,7 @@ MEANINGS = {
     "stored_blocks": "blocks copied to the store",
     "stored_bytes": "bytes copied to the store, all ranks, by the codec in which they are stored",
     "stored_logical_bytes": "bytes of KV copied to the store, before encoding, all ranks, by the codec",
-    "store_seconds": "time with at least one copy to the store in progress",
+    "store_seconds": "time with at least one copy to the store in progress, the mean of the ranks that store",
     "stores_skipped": "full blocks that were not copied to the store and will not be offered again, by reason",
     "store_disconnects": "connections to the store that ended",
     "exports": "finished requests exported to other engines, by kind of lease",
@@ -113,7 +113,7 @@ _DECLINED = (
     "load_slower_than_compute", "store_has_as_much", "store_unavailable", "not_in_store", "lease_held_too_long",
     "local_prefix_evicted", "timeout", "unreachable", "idle", "malformed", "refused", "layout", "namespace_mismatch",
     "peer_restarted", "peer_starting", "unknown_export", "digest_mismatch", "no_matching_blocks",
-    "checksums_not_ready", "peer_busy",
+    "checksums_not_ready", "peer_busy", "prompt_too_long",
 )  # fmt: skip
 # All values of the label ``kind``, in snake_case. A name that is not here has no label, or a codec or a place as label.
 KINDS: dict[str, tuple[str, ...]] = {

@@ -4,8 +4,8 @@ On vLLM's scheduler thread only.
 """
 
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, field
 from functools import partial
 
 from vllm_kvtier.containment import Containment
@@ -36,6 +36,7 @@ class EndedLoad:
     seconds: float = 0.0
     fenced: float = 0.0  # of ``seconds``, for which it waited for steps before it
     exact: bool = True
+    corrupt: set[Hashable] = field(default_factory=set)  # blocks; each rank reports those that it has a part of
 
 
 class LoadResults:
@@ -113,7 +114,9 @@ class LoadResults:
             return
         ended.failed = True
         if result.checksum_mismatch:
-            count("integrity_failures", _CORRUPT[kind], result.num_corrupt)
+            corrupt = result.corrupt_blocks - ended.corrupt
+            count("integrity_failures", _CORRUPT[kind], len(corrupt))
+            ended.corrupt |= corrupt
         if state is not None and state.hit is not None:
             state.hit.source.on_load_failed(state, result)
 

@@ -217,6 +217,10 @@ class StoreSource(KVSource):
             state.miss_reason = "less_than_one_block"
             self.cancel_prefetch(vllm_request.request_id)
             return None
+        if start >= MAX_HASH_BLOCKS * self._hash_block_size:
+            self.cancel_prefetch(vllm_request.request_id)
+            state.decline_lookup(self._counters, "prompt_too_long")
+            return None
         if self.lacks(hashes, start, lora_fingerprint, state.hints.stores):
             self.cancel_prefetch(vllm_request.request_id)
             state.decline_lookup(self._counters, "not_in_store")
