@@ -120,6 +120,16 @@ def test_promotion_wait_for_lookup_is_bounded_by_compute_time(world):
     assert world.matcher.match(short, 0) == (0, False)
 
 
+@pytest.mark.parametrize(("expected", "waits"), [(0.2, 1.0), (3.0, 3.0)])
+def test_promotion_wait_of_engine_that_has_computed_nothing_is_short(world, expected, waits):
+    """It is the tier's estimate, at least a second: 30 s before, though computing might have taken less."""
+    world.planner.compute_seconds = lambda start, end, prompt: None
+    world.matcher.match(make_request(TOKENS), 0)
+    answer(world, 0, TierQuery(12, expected, 0.0))
+    world.matcher.match(make_request(TOKENS), 0)
+    assert asked(world).asked.wait_seconds == pytest.approx(waits)
+
+
 def test_promotion_wait_total_is_bounded(world, monkeypatch):
     from vllm_kvtier.scheduler.sources import promotion_wait
 

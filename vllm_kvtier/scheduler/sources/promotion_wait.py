@@ -15,6 +15,7 @@ from vllm_kvtier.scheduler.sources.base import PendingPromotion, RequestState
 # long the next may take; never 0, or it could not rise again.
 INITIAL_HIT_RATE, MIN_HIT_RATE = 0.25, 0.02
 HIT_RATE_WEIGHT = 0.1  # of the latest answer
+UNKNOWN_COMPUTE_SECONDS = 1.0  # before anything was computed; if the tier expects longer, so long
 MIN_WAIT_SECONDS = 1e-3  # seconds: less is no wait
 
 
@@ -68,7 +69,7 @@ class PromotionWait:
         if self._config.load_policy == "always":
             return self._config.promotion_timeout
         compute = self._planner.compute_seconds(have, end, prompt)
-        if compute is None:  # nothing was computed yet
-            return self._config.promotion_timeout
+        if compute is None:
+            return max(UNKNOWN_COMPUTE_SECONDS, seconds)
         limit = compute - self._planner.load_seconds("host", self._load_bytes(end - have))
         return limit if seconds < limit else 0.0
