@@ -430,13 +430,14 @@ def test_events_include_extra_keys_as_on_the_gpu():
     """A salt is in the first block's event, an adapter in each."""
     salted = make_request("r", TOKENS, HASH_BLOCK_SIZE, salt="a tenant")
     blocks = [(0, HASH_BLOCK_SIZE), (HASH_BLOCK_SIZE, 2 * HASH_BLOCK_SIZE)]
-    assert list(vr.event_keys(salted, blocks)) == [(None, None, ["a tenant"]), (None, None, None)]
+    assert list(vr.event_keys(salted, blocks)) == [(None, ["a tenant"]), (None, None)]
     salted.lora_request = SimpleNamespace(lora_name="poet", lora_path="", adapter_id=3)
-    [(lora_id, lora_name, extra)] = vr.event_keys(salted, blocks[1:])
-    assert (lora_id, lora_name) == (3, "poet") and extra[0] == "poet"
-    label = Label(HASHES[0], b"", bytes(4 * HASH_BLOCK_SIZE), 3, "poet", ["poet", "a tenant"])
+    [(lora_name, extra)] = vr.event_keys(salted, blocks[1:])
+    assert lora_name == "poet" and extra[0] == "poet"
+    label = Label(HASHES[0], b"", bytes(4 * HASH_BLOCK_SIZE), "poet", ["poet", "a tenant"])
     [event] = vllm_events.vllm_events([Stored(0, CPU, [label])], EVENT_GROUPS)
-    assert (event.lora_id, event.lora_name, event.extra_keys) == (3, "poet", [("poet", "a tenant")])
+    assert (event.lora_name, event.extra_keys) == ("poet", [("poet", "a tenant")])
+    assert event.lora_id is None, "another engine of the store has another adapter of that number"
 
 
 class Counted(list):
@@ -473,7 +474,7 @@ def test_event_extra_keys_of_media_are_computed_in_one_pass(step):
         wanted.append(None if keys is None else list(keys))
     media.looks = 0
     raws = World().events.describe(ONE, request, 0, rows)
-    assert [keys for *_, (_, _, keys) in raws] == wanted and any(wanted)
+    assert [keys for *_, (_, keys) in raws] == wanted and any(wanted)
     assert media.looks <= len(media) + 4 * len(rows)
 
 

@@ -220,14 +220,14 @@ def test_events_unencodable_label_loses_only_itself():
     world = World()
     world.store(3, labels=False)
     raws = world.events.describe(ONE, fake_request(TOKENS, HASHES), 0, range(3))
-    raws[1] = (*raws[1][:4], (None, None, [object()]))
+    raws[1] = (*raws[1][:4], (None, [object()]))
     world.events.send_labels(ONE, raws)
     assert {h for each in world.said() for h in hashes_in(each)} == {HASHES[0], HASHES[2]}
 
 
 def with_extra(raws, *sizes):
     """Labels of about so many bytes."""
-    return [(*raw[:4], (None, None, ["x" * size])) for raw, size in zip(raws, sizes, strict=True)]
+    return [(*raw[:4], (None, ["x" * size])) for raw, size in zip(raws, sizes, strict=True)]
 
 
 def test_event_label_beyond_limit_is_dropped_and_logged(caplog):

@@ -94,7 +94,9 @@ class Vllm:
         owner, name = self.owner(path)
         if issubclass(owner, msgspec.Struct):
             rest = [each for each in owner.__struct_fields__ if each != name]
-            self.put(path.rpartition(".")[0], msgspec.defstruct(owner.__name__, rest))
+            plain = type(owner.__name__, (), dict.fromkeys(rest))
+            made = plain if name == "__struct_fields__" else msgspec.defstruct(owner.__name__, rest)
+            self.put(path.rpartition(".")[0], made)
             return
         if dataclasses.is_dataclass(owner) and name in owner.__dataclass_fields__:
             self.patch.delitem(owner.__dataclass_fields__, name)

@@ -39,7 +39,7 @@ from vllm_kvtier.wire.slots import PAGE, PIECE_BYTES
 # Re-exported: clients need only this module.
 __all__ = ["EXISTS", "GroupShape", "HASH_BYTES", "NO_PARENT_STORED", "NO_ROOM", "PAGE", "PIECE_BYTES", "RemovalReason"]
 
-PROTOCOL = 10
+PROTOCOL = 11
 MAX_FRAME = 16 << 20  # bytes
 NO_PARENT = ZERO  # in ``Reserve.parents``: a first block
 MAX_HASH_BLOCKS = 1 << 17  # per message: 2 MiB

@@ -13,7 +13,6 @@ class Label(msgspec.Struct, frozen=True, array_like=True, gc=False):
     hash: bytes
     parent: bytes
     tokens: bytes
-    lora_id: int | None = None
     lora_name: str | None = None
     extra: list[Any] | None = None
 

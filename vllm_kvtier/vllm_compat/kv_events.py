@@ -1,7 +1,8 @@
 """KV events in vLLM's form (0.25.1 to 0.33), made from those of ``telemetry.events``.
 
 The fields are those of vLLM's own events for blocks of the GPU cache, so that a consumer of those understands ours.
-0.25.1 has no ``locality``: there the medium "STORAGE" stands for both kinds.
+0.25.1 has no ``locality``: there the medium "STORAGE" stands for both kinds. ``lora_id`` is always None: each engine
+numbers adapters itself, and the block may be another engine's. The name is the same in all, as a part of the hash.
 """
 
 import time
@@ -70,7 +71,7 @@ def _stored(event: Stored, group: int, kind: str, window: int | None) -> "BlockS
         parent_block_hash=maybe_convert_block_hash(first.parent) if first.parent else None,
         token_ids=np.frombuffer(b"".join(each.tokens for each in event.labels), "<i4").tolist(),
         block_size=len(first.tokens) // 4,
-        lora_id=first.lora_id,
+        lora_id=None,
         medium=event.place.medium,
         lora_name=first.lora_name,
         extra_keys=extra,

@@ -143,20 +143,20 @@ def is_plain(request: Any) -> bool:
     return not any(each is not None and each != [] for each in special)
 
 
-EventKeys = tuple[int | None, str | None, list[Any] | None]
+EventKeys = tuple[str | None, list[Any] | None]
 
 
 def event_keys(request: Any, blocks: Iterable[tuple[int, int]]) -> Iterator[EventKeys]:
-    """(adapter id, adapter name, extra keys) of each block of tokens [start, end), as in vLLM's KV events. Blocks must
+    """(adapter name, extra keys) of each block of tokens [start, end), as in vLLM's KV events. Blocks must
     be in rising order, so that one pass over the request's media serves all of them."""
     lora = request.lora_request
-    names = (None, None) if lora is None else (lora.adapter_id, lora.lora_name)
+    adapter = None if lora is None else lora.lora_name
     tagged, medium = _tagged_extra_keys(), 0  # the first medium that does not end before the next block
     for start, end in blocks:
         keys, medium = kv_cache_utils.generate_block_hash_extra_keys(request, start, end, medium)
         if keys is not None and tagged:
             keys = kv_cache_utils.to_event_extra_keys([keys])[0]
-        yield *names, None if keys is None else list(keys)
+        yield adapter, None if keys is None else list(keys)
 
 
 def prefix_digest(hashes: list[bytes], tail: bytes) -> bytes:

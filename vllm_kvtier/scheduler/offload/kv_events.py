@@ -36,7 +36,7 @@ UNUSED_SECONDS = 600.0  # after which a namespace that was not used gives way to
 
 
 Key = tuple[int, bytes]  # (group, hash as the store cuts it), in a namespace
-EventKeys = tuple[Any, Any, Any]  # lora id, lora name, extra keys
+EventKeys = tuple[Any, Any]  # lora name, extra keys
 Raw = tuple[int, bytes, bytes, bytes, EventKeys]  # group, hash, parent, tokens, keys
 _NOWHERE: tuple[int, Label | None] = 0, None
 
@@ -215,7 +215,7 @@ class Events:
             return []
         first, last = rows[0], rows[-1] + 1
         tokens = np.array(request.all_token_ids[first * size : last * size], "<i4").tobytes()
-        beside: Iterable[EventKeys] = itertools.repeat((None, None, None))
+        beside: Iterable[EventKeys] = itertools.repeat((None, None))
         if not vr.is_plain(request):
             beside = vr.event_keys(request, ((i * size, (i + 1) * size) for i in rows))
         return [
@@ -237,7 +237,7 @@ class Events:
     def send_labels_again(self, namespace_id: bytes, labels: Iterable[tuple[int, Label]]) -> None:
         """``labels``: (group, label) of blocks that the store lacked after all, and reserved slots for."""
         self.send_labels(
-            namespace_id, [(g, x.hash, x.parent, x.tokens, (x.lora_id, x.lora_name, x.extra)) for g, x in labels]
+            namespace_id, [(g, x.hash, x.parent, x.tokens, (x.lora_name, x.extra)) for g, x in labels]
         )
 
     def send_labels(self, namespace_id: bytes, raws: list[Raw]) -> None:
@@ -322,9 +322,9 @@ class Events:
         hashes: list[bytes] = []
         labels: list[bytes] = []
         nbytes = 0
-        for group, block_hash, parent, tokens, (lora_id, lora_name, extra) in raws:
+        for group, block_hash, parent, tokens, (lora_name, extra) in raws:
             try:
-                content = _encoder.encode(Label(block_hash, parent, tokens, lora_id, lora_name, extra))
+                content = _encoder.encode(Label(block_hash, parent, tokens, lora_name, extra))
             except (TypeError, ValueError, OverflowError):  # vLLM hashed what it could not publish itself either
                 continue
             if len(content) > MAX_LABEL:
@@ -360,7 +360,7 @@ class _Runs:
 
     def add(self, group: int, place: Place, label: Label) -> None:
         run = self._ends.pop((group, place, label.parent), None) if label.parent else None
-        if run is None or (run.labels[-1].lora_id, run.labels[-1].lora_name) != (label.lora_id, label.lora_name):
+        if run is None or run.labels[-1].lora_name != label.lora_name:
             run = Stored(group, place, [])
             self.all.append(run)
         run.labels.append(label)

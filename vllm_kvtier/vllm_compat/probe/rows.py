@@ -77,10 +77,7 @@ ROWS: tuple[Row, ...] = (
             "vllm.v1.request:RequestStatus",
             *_all("vllm.v1.request:RequestStatus", "WAITING PREEMPTED FINISHED_STOPPED FINISHED_LENGTH_CAPPED"),
         ),
-        fields={
-            "vllm.lora.request:LoRARequest": "lora_name lora_path adapter_id lora_int_id load_inplace "
-            "__struct_fields__",
-        },
+        fields={"vllm.lora.request:LoRARequest": "lora_name lora_path lora_int_id load_inplace __struct_fields__"},
     ),
     Row(
         "block hashes", Feature.ALL, "a chain of hashes over whole blocks, salted, from one seed",

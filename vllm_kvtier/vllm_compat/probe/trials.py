@@ -24,7 +24,7 @@ _REQUESTS = "vllm_kvtier.vllm_compat.requests"
 _POOL = "vllm_kvtier.vllm_compat.hooks.block_pool:BlockPool"
 _HASH_BLOCK_SIZE = 4  # tokens a block
 _TOKENS = list(range(100, 111))  # two whole blocks and a rest
-_LORA = SimpleNamespace(lora_name="adapter", lora_path="/adapter", adapter_id=1)
+_LORA = SimpleNamespace(lora_name="adapter", lora_path="/adapter")
 
 # Parameters of the connector's methods, without ``self``; vLLM calls some of them by position. None: any. A version
 # never calls methods that it lacks.
@@ -267,7 +267,7 @@ def event_keys() -> None:
 
     for salt, lora in (("", None), ("salt", None), ("salt", _LORA)):
         blocks = [(0, _HASH_BLOCK_SIZE), (_HASH_BLOCK_SIZE, 2 * _HASH_BLOCK_SIZE)]
-        (_, name, first), (_, _, second) = requests.event_keys(_request(salt, lora), blocks)
+        (name, first), (_, second) = requests.event_keys(_request(salt, lora), blocks)
         plain = [lora.lora_name] if lora else []
         expect(name == (lora.lora_name if lora else None), "an event lacks the adapter's name")
         expect((first or []) == plain + ([salt] if salt else []), f"a block's extra keys are published as {first}")
