@@ -14,6 +14,8 @@ import yaml
 from docs_commands import Checker
 from docs_kubernetes import FOLDER, ROOT, load, problems, schema_problems
 
+from vllm_kvtier.remote_store.options import Address
+
 CHART = ROOT / "examples/helm/kvtier"
 VALUES = yaml.safe_load((CHART / "values.yaml").read_text("utf-8"))
 SCHEMA = json.loads((CHART / "values.schema.json").read_text("utf-8"))
@@ -164,7 +166,9 @@ def test_chart_with_shared_stores_finds_them_by_the_name_of_their_service():
     assert service["clusterIP"] == "None" and [port["port"] for port in service["ports"]] == [7300]
     (container,) = found["DaemonSet", "store"]["spec"]["template"]["spec"]["containers"]
     options = dict(word.removeprefix("--").split("=", 1) for word in container["args"])
-    assert (options["nodes"], options["node-listen"]) == ("dns:store:7300", "$(POD_IP):7300")
+    assert (options["nodes"], options["node-listen"]) == ("dns:store:7300", "[$(POD_IP)]:7300")
+    for ip in ("10.0.0.7", "fd00::5"):
+        assert Address.parse(options["node-listen"].replace("$(POD_IP)", ip)) == Address(ip, 7300)
     peers = [rule["from"][0] for rule in found["NetworkPolicy", "store"]["spec"]["ingress"] if "ports" not in rule]
     assert peers == [{"podSelector": {"matchLabels": {"app": "store"}}}]
 

@@ -22,7 +22,8 @@ class Address:
 
     @classmethod
     def parse(cls, text: str) -> "Address | None":
-        """Parse "host:port", an IPv6 address in brackets. None for anything else. Resolves no name."""
+        """Parse "host:port", an IPv6 address in brackets, an IPv4 one also in these. None for anything else. Resolves
+        no name."""
         match = _ADDRESS.fullmatch(text)
         if match is None or not 0 < int(match[2]) < 1 << 16:
             return None
