@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import itertools
 import os
 import socket
 import stat
@@ -28,6 +29,7 @@ from support import eventually
 from vllm_kvtier.errors import ConfigError, KVTierError
 from vllm_kvtier.store import options
 from vllm_kvtier.store import protocol as m
+from vllm_kvtier.store.index import index as index_module
 from vllm_kvtier.store.index.presence_filter import COUNTERS, PresenceView
 from vllm_kvtier.store.memory.client_mapping import shake_hands
 from vllm_kvtier.store.memory.memory_limits import MemoryLimits
@@ -209,6 +211,40 @@ def test_store_client_exit_releases_leases_and_reservations(server):
         leaver.close()
         eventually(lambda: (lambda i: (i.leases, i.reservations))(tool.stat().index) == (0, 0))
         assert min(writer.reserve(block_hashes_of((5, "b")))) > 0
+
+
+def test_store_answers_others_while_leases_of_one_end(server, client, monkeypatch):
+    """2,000 leases of 2,048 blocks took it 0.4 s."""
+    monkeypatch.setattr(index_module, "RELEASE_STEP", 20)
+    client.store(BLOCK_HASHES)
+    leaver = RawClient(server.path, engine_hello("leaver"))
+    for _ in range(9):
+        leaver.lookup(BLOCK_HASHES)
+    left, call_soon = [], server.reactor.call_soon
+
+    def note(callback):
+        left.append(server.index.stats().leases)
+        call_soon(callback)
+
+    monkeypatch.setattr(server.reactor, "call_soon", note)
+    leaver.close()
+    eventually(lambda: not server.index.stats().leases)
+    assert left == [7, 5, 3, 1]
+    assert client.lookup(BLOCK_HASHES).num_hash_blocks == 10 and client.stat().index.leases == 1
+
+
+def test_store_ends_expired_leases_in_steps(tmp_path, monkeypatch):
+    monkeypatch.setattr(index_module, "RELEASE_STEP", 20)
+    server, left = make(tmp_path / "s.sock", lease_seconds=0.5), []
+    tick = server.index.tick
+    monkeypatch.setattr(server.index, "tick", lambda: [tick(), left.append(server.index.stats().leases)][0])
+    with RawClient(server.path, engine_hello()) as client:
+        client.store(BLOCK_HASHES)
+        for _ in range(9):
+            client.lookup(BLOCK_HASHES)
+        eventually(lambda: not client.stat().index.leases)
+    assert all(before - after <= 2 for before, after in itertools.pairwise(left))
+    server.stop()
 
 
 def test_store_leases_and_reservations_of_hung_client_expire(tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ deadline; a slow client may then still read or write a slot that holds another b
 detected: the checksum in each slot is keyed by the block's hash, and by what of the block an engine keeps there.
 """
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from vllm_kvtier.store.eviction import DEFAULT_POLICY, POLICIES
@@ -32,6 +32,8 @@ from vllm_kvtier.store.index.types import (
     IndexStats,
 )
 from vllm_kvtier.store.memory.slot_pool import SlotPool
+
+RELEASE_STEP = 1 << 16  # leased blocks released before other messages are handled: some 10 ms
 
 
 @dataclass(frozen=True)
@@ -71,12 +73,23 @@ class Index(BlockTable):
 
     def disconnect(self, client: int) -> None:
         """Remove a client: its leases end, its reservations are aborted. Unknown clients are ignored."""
+        for _ in self.disconnect_in_steps(client):
+            pass
+
+    def disconnect_in_steps(self, client: int) -> Iterator[None]:
+        """``disconnect``, some ``RELEASE_STEP`` leased blocks at a time. It must ask for nothing meanwhile."""
         gone = self._lease_table.clients.get(client)
-        if gone is not None:
-            for lease in list(gone.leases):
-                self.release(client, lease)
-            self.abort(client, list(gone.reserved), RemovalReason.DIED)
-            del self._lease_table.clients[client]
+        if gone is None:
+            return
+        self.abort(client, list(gone.reserved), RemovalReason.DIED)
+        released = 0
+        while gone.leases:
+            if released >= RELEASE_STEP:
+                released = 0
+                yield
+                continue  # they may have expired
+            released += self.release(client, next(iter(gone.leases)))
+        del self._lease_table.clients[client]
 
     def client_counts(self, client: int) -> tuple[int, int]:
         """(leases, reserved slots) of a client."""
@@ -128,15 +141,15 @@ class Index(BlockTable):
         self._mark_leased(ready)
         return self._lease_table.lease(client, ready, forever), slots
 
-    def release(self, client: int, lease: int) -> bool:
-        """End a lease. False: there is none (released, expired)."""
+    def release(self, client: int, lease: int) -> int:
+        """End a lease. Returns the number of its blocks; 0: there is none (released, expired)."""
         entries = self._lease_table.end_lease(client, lease)
         for entry in entries:
             entry.leases -= 1
             if not entry.leases:
                 self._stats.leased_entries -= 1
                 self._free_if_unused(entry)
-        return bool(entries)
+        return len(entries)
 
     def touch(self, client: int, namespace_id: bytes, block_hashes: bytes) -> int:
         """Touch a prefix. Returns the number of its blocks in memory."""
@@ -317,14 +330,17 @@ class Index(BlockTable):
 
     # -- time and numbers ----------------------------------------------------------------------------------------
 
-    def tick(self) -> None:
-        """End leases and reservations past their deadline. To be called at ``next_deadline``."""
-        while lease := self._lease_table.expired_lease():
-            self.release(lease.client, lease.name)
+    def tick(self) -> bool:
+        """End leases and reservations past their deadline. To be called at ``next_deadline``, and again if it returns
+        True: some ``RELEASE_STEP`` leased blocks are released at once."""
+        released = 0
+        while released < RELEASE_STEP and (lease := self._lease_table.expired_lease()):
+            released += self.release(lease.client, lease.name)
             self._stats.expired_leases += 1
         for entry in reversed(self._lease_table.expired_reservations()):
             if entry.client is not None:
                 self._stats.expired_reservations += self.abort(entry.client, (entry.slot,))
+        return released >= RELEASE_STEP
 
     def next_deadline(self) -> float | None:
         """Clock time of the next deadline; None: nothing is leased or reserved."""

@@ -206,7 +206,7 @@ class StoreServer:
         if client.greeting is not None:
             client.greeting.cancel()
         self.tiers.remove_client(client.number)
-        self.index.disconnect(client.number)
+        self._take_steps(self.index.disconnect_in_steps(client.number))
         self._peer_directory.left(client.number)
         self.changes.left(client.number)
         if client.hello is not None and client.hello.kind != "tool":
@@ -406,8 +406,7 @@ class StoreServer:
             self._tick = self.reactor.call_later(min(max(period, shortest), longest), self._check_deadlines)
 
     def _check_deadlines(self) -> None:
-        self._tick = None
-        self.index.tick()
+        self._tick = self.reactor.call_later(0.0, self._check_deadlines) if self.index.tick() else None
         self._watch_deadlines()
 
     def _progress(self) -> None:
