@@ -139,9 +139,9 @@ ROWS: dict[str, list[Panel]] = {
         Panel("Memory", "bytes", {
             "used": total("S.used_bytes"), "pinned": total("S.pinned_bytes"), "usable": total("S.ready_bytes"),
         }),
-        Panel("Hit rate of memory", "percentunit", {
-            "hit rate": f"{rate('S.prefix_hits_total')} / {rate('S.prefix_queries_total')}",
-        }),
+        Panel("Found in memory, of what engines asked for", "percentunit", {
+            "found": f"{rate('S.prefix_hits_total')} / {rate('S.prefix_queries_total')}",
+        }, text="Without other tiers engines do not ask where memory has nothing: it is no hit rate."),
         Panel("Blocks in and out of memory", "ops", {
             "stored": rate("S.stored_blocks_total"), "evicted": rate("S.evicted_blocks_total"),
             "refused: {{reason}}": rate("S.refused_slots_total", "reason"),

@@ -61,7 +61,7 @@ def test_top_shows_traffic(store, tmp_path):
     assert result.exit_code == 0, text
     memory = next(line for line in text.splitlines() if line.startswith(" memory") or line.startswith("memory"))
     assert "ready" in memory and "of 4 MiB" in memory and "B/s" in memory and " - " not in memory
-    found = next(line for line in text.splitlines() if "hit rate" in line)
+    found = next(line for line in text.splitlines() if line.strip(" │").startswith("found"))
     assert "%" in found and any(spark in found for spark in "▁▂▃▄▅▆▇█")
     assert "engine busy-7" in text
     picture = svg.read_text()

@@ -136,7 +136,7 @@ def _whole(path: str, counts: m.Counts) -> Iterator[Check]:
     if counts.ready_bytes != counts.pool_bytes:
         used += f", {format_bytes(counts.ready_bytes)} usable so far"
     if index.prefix_queries:
-        used += f", {index.prefix_hits / index.prefix_queries:.0%} hit rate"
+        used += f", {index.prefix_hits / index.prefix_queries:.0%} of what engines asked for found"
     yield ok(name, f"at {path} (pid {counts.pid}): {used}, {engines} engine{'s' * (engines != 1)}")
 
 

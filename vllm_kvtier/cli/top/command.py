@@ -40,7 +40,7 @@ def top(
     readings: Count = 2,
     svg: Svg = None,
 ) -> None:
-    """Show tiers, hit rates, bandwidths and leases live, until Ctrl-C.
+    """Show tiers, what lookups find, bandwidths and leases live, until Ctrl-C.
 
     Rates are of the last interval; hits of memory are counted in hash blocks. In a pipe or a file, frames are printed
     one below the other. Exit status of --once: 1 if no store and no engine answered.

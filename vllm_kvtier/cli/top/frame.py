@@ -1,4 +1,4 @@
-"""One frame of ``kvtier top``: tiers, hit rates, bandwidths, leases, engines."""
+"""One frame of ``kvtier top``: tiers, what lookups find, bandwidths, leases, engines."""
 
 import itertools
 from collections.abc import Sequence
@@ -25,8 +25,8 @@ _MAX_CLIENTS = 12  # lines
 
 
 def frame(readings: Sequence[Reading], path: str, width: int = _ALL_COLUMNS_CHARS) -> RenderableType:
-    """Render ``readings`` (oldest first): rates between the last two, the hit rate over all. In a narrow ``width`` (in
-    characters) bars and the last columns are left out."""
+    """Render ``readings`` (oldest first): rates between the last two, what was found since the start. In a narrow
+    ``width`` (in characters) bars and the last columns are left out."""
     now = readings[-1]
     rates = Rates(readings[-2] if len(readings) > 1 else None, now)
     parts: list[RenderableType] = []
@@ -44,9 +44,9 @@ def frame(readings: Sequence[Reading], path: str, width: int = _ALL_COLUMNS_CHAR
 def _store(counts: m.Counts, rates: Rates, readings: Sequence[Reading], path: str) -> Panel:
     index = counts.index
     lines = Table.grid(padding=(0, 2))
-    history = Text(sparks([_hit_rate(*pair) for pair in itertools.pairwise(readings)]), "green")
-    latest = _hit_rate(*readings[-2:]) if len(readings) > 1 else None
-    lines.add_row("hit rate", "-" if latest is None else f"{latest:.1%}", "in hash blocks", history)
+    history = Text(sparks([_found_share(*pair) for pair in itertools.pairwise(readings)]), "green")
+    latest = _found_share(*readings[-2:]) if len(readings) > 1 else None
+    lines.add_row("found", "-" if latest is None else f"{latest:.1%}", "of hash blocks asked for", history)
     lines.add_row("", _share(index.prefix_hits, index.prefix_queries), "since the start", "")
     of = (("lookups/s", lambda c: c.index.lookups), ("evicted/s", lambda c: c.index.evictions))
     moves = "   ".join(f"{name} {_number(rates.of_store(value))}" for name, value in of)
@@ -146,7 +146,7 @@ def _engines(now: Reading, rates: Rates, columns: int) -> RenderableType:
     return Group(*([table] if table.row_count else []), *failed)
 
 
-def _hit_rate(before: Reading, after: Reading) -> float | None:
+def _found_share(before: Reading, after: Reading) -> float | None:
     """Between two readings; None without lookups."""
     rates = Rates(before, after)
     queries = rates.of_store(lambda c: c.index.prefix_queries)
