@@ -462,7 +462,7 @@ def test_connector_scheduler_reports_counts_at_intervals_and_after_the_last_requ
     monkeypatch.setattr(connector_scheduler, "time", SimpleNamespace(monotonic=clock))
     side = connector_scheduler.KVTierConnectorScheduler.__new__(connector_scheduler.KVTierConnectorScheduler)
     side._sync_load = SimpleNamespace(verification_pending=False)
-    side._step_timer = SimpleNamespace(end_step=lambda: None)
+    side._step_timer = side._tables = SimpleNamespace(end_step=lambda: None)
     side._matcher, side._info, side._report_at = requests, SimpleNamespace(unsupported="in this test"), 0.0
     clock.now = 1.0
     assert side.end_step() and not side.end_step()

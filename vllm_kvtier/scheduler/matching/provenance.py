@@ -53,7 +53,8 @@ class Provenance:
         adapter = ADAPTERS.admit(lora) if lora is not None else None
         if adapter is AWAITED:
             return None
-        good = identified and not self._stale and self._is_its_tokens(request) and (lora is None or adapter is not None)
+        private = self._stale or (request.resumable and not self._keeps_sessions)
+        good = identified and not private and (lora is None or adapter is not None)
         if good and adapter is not None and adapter.digest is not None:
             vr.keep_variant(request, adapter.digest)
         self._admitted[request_id] = (adapter or True) if good else None
@@ -67,11 +68,8 @@ class Provenance:
 
     def would_admit(self, request: Any) -> bool:
         """Whether this request, which waits to be matched, would be admitted now."""
-        return not self._stale and self._is_its_tokens(request) and vr.lora_fingerprint(request) is not None
-
-    def _is_its_tokens(self, request: Any) -> bool:
-        """Whether vLLM keeps this request's KV in step with its tokens."""
-        return self._keeps_sessions or not request.resumable
+        private = self._stale or (request.resumable and not self._keeps_sessions)
+        return not private and vr.lora_fingerprint(request) is not None
 
     def is_admitted(self, state: RequestState) -> bool:
         return self._admitted.get(state.request.request_id) is not None

@@ -25,6 +25,7 @@ SHORT_WAIT = 3e-3  # seconds
 BUSY_WAIT = 3e-3
 BUSY_SHARE = 0.01
 MAX_WAIT_BUDGET = 20e-3  # seconds of it that may be saved up
+_NOT_KEPT = "unknown_export", "peer_restarted"  # misses after which the peer keeps nothing for the request
 MAX_WAITS = 2  # times that one request may have that: for the store, and for a peer that the store names
 
 
@@ -138,7 +139,8 @@ class SourceSelector:
             self._add_candidates(state, result)
             logger.debug("kvtier: %s: %s", state.request.request_id, result.reason)
             self._miss(state, result.code)
-            candidate.source.release_export(state)  # the prompt is computed here
+            if result.code not in _NOT_KEPT:
+                candidate.source.release_export(state)  # the prompt is computed here
         elif source.holds_hit:
             source.on_held(state, result)
             self.release_held(state)
