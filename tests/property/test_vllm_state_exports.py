@@ -33,7 +33,7 @@ pytestmark = pytest.mark.skipif(not granted(Feature.STATES), reason="the states 
 
 
 class Exporting(Engine):
-    def __init__(self, root, seed, asynchronous, retention, hash_block, alone, inner, shared):
+    def __init__(self, root, seed, asynchronous, retention, hash_block, alone, inner, shared, speculates=False):
         super().__init__(root, seed, asynchronous, retention, hash_block, alone, inner)
         kinds = ["mamba"] if alone else ["full", "mamba", "mamba"]
         self.groups = [CacheGroup(BLOCK, get(kind)) for kind in kinds]
@@ -42,7 +42,7 @@ class Exporting(Engine):
         self.keys = ContentKeys(7)
         load = load_context(
             self.groups, hash_block, config=KVTierConfig(bidirectional=True), keys=self.keys, pool=self.pool,
-            checksum_index=self.index,
+            checksum_index=self.index, info={"states_within_steps": inner, "speculates": speculates},
         )  # fmt: skip
         self.exporter = ExportBuilder(load.engine, self.table, self.index, lambda: shared)
         self.tables_of_ours = BlockTables(self.groups, hash_block, self.index.remove, self.exporter.checksums)
@@ -79,6 +79,9 @@ class Exporting(Engine):
             for block, key, valid in zip(job.ids.tolist(), job.keys.tolist(), job.valid.tolist(), strict=True):
                 self.checksums[block] = key, valid, self.held.get(block)
         self.table.mark_checksums_ready(self.exporter.step)
+        for block, (key, valid, _, group) in self.index._made.items():
+            if group in self.states and self.checksums.get(block, ())[:2] == (key, valid):
+                assert self.held[block] == self.checksums[block][2], "the block got another state since"
 
     def ended(self, request):
         """As vLLM's method, with a connector."""
@@ -175,4 +178,20 @@ def test_vllm_states_in_exports_are_of_the_tokens_that_they_name(
         fetched += engine.fetched
         engine.table.clear()
         engine.exporter.drain()
-    assert min(exact, handed_off, leased, fetched) > 3
+    assert min(exact, handed_off, leased) > 3
+    # vLLM's prefix cache may have another state under the hash of a whole block: see ``states_within_blocks``.
+    assert fetched == 0 if inner and hash_block < BLOCK else fetched > 3
+
+
+def test_states_of_generated_tokens_are_not_exported_while_vllm_speculates(root):
+    """A step in flight may move the state by tokens that are rejected later."""
+    init_none_hash(sha256)
+    engine = Exporting(root, 1, False, None, BLOCK, False, False, False, speculates=True)
+    for _ in range(40):
+        engine.new()
+        while engine.scheduler.requests:
+            engine.schedule()
+            engine.outputs()
+    retained = [(export, request) for export, request in engine.exports if export.kind is LeaseKind.RETAINED]
+    assert retained and all(export.tokens <= request.num_prompt_tokens for export, request in retained)
+    assert any(request.num_tokens // BLOCK > request.num_prompt_tokens // BLOCK for _, request in retained)

@@ -212,6 +212,10 @@ def test_engine_info_of_states_stores_without_pulls(configure, monkeypatch, alon
     assert not facts.unsupported and not facts.left_behind
     assert facts.full_groups == ([] if alone else [0]) and not facts.supports_sync_load
     assert facts.reports_failed_requests, "no request goes on behind a state that is missing"
+    if hasattr(state, "num_prefill_checkpoint_blocks"):
+        within = replace(state, num_prefill_checkpoint_blocks=1, prefill_checkpoint_alignment=8)
+        saved = [engine_info(configuration, cache(FULL, each)).states_within_steps for each in (state, within)]
+        assert saved == [False, True], "a prompt's last state is saved by the step that computes it"
     none = MambaSpec(block_size=BLOCK, shapes=((2, 4),), dtypes=(torch.float32,), mamba_cache_mode="none")
     assert "mamba_cache_mode none" in engine_info(configure(), cache(FULL, none)).unsupported
 

@@ -90,6 +90,14 @@ class EngineContext:
     reactor: Reactor
     identity: EngineIdentity
 
+    @property
+    def states_within_blocks(self) -> bool:
+        """Whether hashes are finer than the states' blocks, and vLLM saves states from within a step. It keeps a
+        prompt's last state where its last hash ends then, mostly none behind a whole block. And under the hash of a
+        whole block it may have the state that a request went on from, within that block."""
+        sizes = [size for size, kind in self.geometry.groups if not kind.by_position]
+        return self.info.states_within_steps and max(sizes, default=0) > self.geometry.hash_block_size
+
 
 @dataclass(frozen=True)
 class LoadContext:

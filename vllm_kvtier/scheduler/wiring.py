@@ -198,6 +198,12 @@ class SchedulerParts(ABC):
         if config.store == "off":
             return
         groups, hash_block_size = info.groups, engine.geometry.hash_block_size
+        if engine.states_within_blocks:
+            logger.warning(
+                "kvtier: store: nothing is stored, and other engines copy only what is exported: hashes are of %d "
+                "tokens, and vLLM keeps states within their blocks. Leave out --prefix-match-unit, and drafts with "
+                "smaller blocks", hash_block_size,
+            )  # fmt: skip
         if info.kv_events_enabled:
             self._events = Events(groups, hash_block_size, self._reactor, wake)
         if config.peer_fetch == "auto" and granted(Feature.PEER_FETCH) and info.supports_partial_prefix:

@@ -143,7 +143,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "inflight_load_waits": _SOURCES,
     "stores_skipped": (
         "already_stored", "store_full", "parent_not_stored", "copy_dropped", "store_unavailable", "blocks_needed",
-        "inflight_limit", "malformed_answer", "internal_error",
+        "inflight_limit", "malformed_answer", "internal_error", "state_not_kept",
     ),
     "exports": _LEASES,
     "export_refused": ("budget", "nothing_computed"),

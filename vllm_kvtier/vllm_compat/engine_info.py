@@ -13,7 +13,7 @@ from vllm_kvtier.errors import UnsupportedLayout
 from vllm_kvtier.vllm_compat import kv_events, sleep
 from vllm_kvtier.vllm_compat import namespace as ns
 from vllm_kvtier.vllm_compat.layout.context_parallel import refuse_context
-from vllm_kvtier.vllm_compat.layout.groups import cache_group, followed, left_behind
+from vllm_kvtier.vllm_compat.layout.groups import cache_group, followed, left_behind, saves_states_within_steps
 from vllm_kvtier.vllm_compat.probe import trials
 from vllm_kvtier.vllm_compat.probe.features import granted, refused, value
 from vllm_kvtier.vllm_compat.probe.row import Feature
@@ -58,6 +58,7 @@ class EngineInfo:
     # Tokens behind a position that KV of draft layers depends on there, and that its block's hash may not cover.
     draft_lookahead: int = 0
     in_flight: InFlight = UNKNOWN_IN_FLIGHT
+    states_within_steps: bool = False  # kernels save states from within a step: see ``EngineContext``
 
     @property
     def reports_failed_requests(self) -> bool:
@@ -142,6 +143,7 @@ def engine_info(vllm_config: Any, kv_cache_config: Any, context_parallel: str = 
         keeps_sessions=vllm_config.speculative_config is None or check_supported() >= (0, 33, 0),
         draft_lookahead=_draft_lookahead(vllm_config),
         in_flight=_in_flight(vllm_config),
+        states_within_steps=any(saves_states_within_steps(theirs[g]) for g in ids),
         config=vllm_config,
     )
 

@@ -50,6 +50,7 @@ class ExportBuilder:
         self._lookahead = engine.info.hash_lookahead > 0
         self._geometry, self._speculates = engine.geometry, engine.info.speculates
         self._groups, self._hash_block_size = engine.geometry.groups, engine.geometry.hash_block_size
+        self._states_within_blocks = engine.states_within_blocks
         self._states = [g for g, group in enumerate(self._groups) if not group.kind.by_position]
         self._partial = not (self._lookahead or engine.geometry.whole_blocks)  # whether exports end within a block
         self._align = engine.geometry.alignment
@@ -145,7 +146,8 @@ class ExportBuilder:
         """By place, the blocks of group ``g`` that are to be read, of places [first, last). ``ids``: the request's."""
         if self._groups[g].kind.by_position:
             return ids
-        if request.lora_request is not None:  # vLLM's prefix cache may have states of other weights under these hashes
+        # vLLM's prefix cache may have states of other weights under these hashes, or of other tokens.
+        if request.lora_request is not None or self._states_within_blocks:
             return []
         per = self._groups[g].block_tokens // self._hash_block_size
         hashes = [bytes(request.block_hashes[(i + 1) * per - 1]) for i in range(first, last)]
@@ -333,6 +335,8 @@ class ExportBuilder:
         written = vr.written_tokens(request)
         most = self._geometry.lookup_tokens(vr.prompt_tokens(request)) if handoff else request.num_tokens
         certain = not self._speculates or (handoff and vr.ends_with_prompt(request))
+        if self._states and not certain:  # nor is it certain which state is behind a generated token
+            most = min(most, vr.prompt_tokens(request))
         if self._states and self._partial and certain:
             # A step in flight may move the state on by the last token that was sampled; what is behind it is no answer.
             tokens = vr.scheduled_tokens(request)

@@ -114,6 +114,8 @@ class BlockTables:
         self._unread.append({new.req_id for new in output.scheduled_new_reqs} | set(resumed) if unverified else set())
         for new in output.scheduled_new_reqs:
             self._admit(new.req_id, new.block_ids, new.num_computed_tokens, tracked(new.req_id))
+        if copies := getattr(output, "kv_cache_block_copies", None):  # on write; new blocks are named here only
+            self._handed_out([copy.dst_block_id for copy in copies])
         cached = output.scheduled_cached_reqs
         if resumed or any(cached.new_block_ids):
             self._extend(cached, tracked)

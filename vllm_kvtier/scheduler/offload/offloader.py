@@ -10,7 +10,8 @@ Blocks of a LoRA adapter are offered once, when their request has ended (see ``p
 have the KV of other weights under their hashes later.
 
 Of recurrent states (kinds that are not ``by_position``) those are stored that vLLM's prefix cache keeps, and no others:
-under whose hash it has a block is looked up when the request fills a block, and at its end.
+under whose hash it has a block is looked up when the request fills a block, and at its end. Nothing is stored where its
+hashes do not say which state a block holds (``EngineContext.states_within_blocks``).
 
 A stored prefix has no gap: a block is committed after its parent, or not at all. Jobs of a group are copied in their
 order; if one is cut short, so is all that depends on its missing blocks.
@@ -53,6 +54,7 @@ from vllm_kvtier.wire import link as m
 RESERVE_AT_BLOCKS = 32, 256  # of a batch with blocks of prompts or ended requests, and without
 RESERVE_AFTER_STEPS = 8, 64  # the same
 MAX_REWINDS = 2
+STATE_NOT_KEPT = "state_not_kept"  # behind whole blocks, so that no prompt could be loaded
 # Without room, each step checks so many ended requests (and this part of them) with blocks to offer again, and drops
 # those that vLLM has evicted.
 MIN_PRUNED_TABLES, PRUNED_TABLE_SHARE = 8, 64
@@ -78,6 +80,8 @@ class Offloader:
         config, pool, groups, step_tokens = engine.config, engine.pool, engine.geometry.groups, engine.info.step_tokens
         self._store, self._pool, self._keys = store, pool, engine.identity.content_keys
         self._writes, self._prompts_only = config.store_write != "off", config.store_write == "prompt"
+        self._without_states = self._writes and engine.states_within_blocks
+        self._writes &= not self._without_states
         self._groups, self._counters, self._reactor = groups, engine.counters, engine.reactor
         self._taken_blocks = engine.geometry.taken_blocks
         self._verified, self.events = verified, events
@@ -142,6 +146,10 @@ class Offloader:
         no other request, so that maybe no step follows."""
         request = state.request
         self._recount_at = 0  # no other request may hold its blocks now
+        if self._without_states and vr.ended_well(request):
+            full = self._full(request, vr.written_tokens(request))
+            count = sum([full // size for size, kind in self._groups if kind.by_position])
+            self._counters.count("stores_skipped", STATE_NOT_KEPT, count)
         if table is not None:
             table.running, table.groups = False, block_ids
             if self.wanted() and vr.ended_well(request):

@@ -72,6 +72,12 @@ def cache_kind(spec: Any) -> CacheKind:
     return kind(getattr(spec, kind.window_field) + retained)
 
 
+def saves_states_within_steps(group: Any) -> bool:
+    """Whether kernels save a prompt's last state in the step that computes it, and vLLM ends no step there."""
+    field, name = "num_prefill_checkpoint_blocks", "MambaSpec"
+    return any(type(spec).__name__ == name and value(spec, f"{name}.{field}") > 0 for spec in layer_specs(group))
+
+
 def common_kind(kinds: set[CacheKind]) -> CacheKind:
     """The kind of a group with layers of these. Full attention and MLA have blocks alike, and may be in one group: that
     is full attention."""

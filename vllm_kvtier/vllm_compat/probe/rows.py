@@ -68,6 +68,7 @@ ROWS: tuple[Row, ...] = (
             f"{_OUTPUT}:NewRequestData": "req_id block_ids num_computed_tokens",
             f"{_OUTPUT}:CachedRequestData": "req_ids resumed_req_ids new_block_ids num_computed_tokens",
         },
+        optional={f"{_OUTPUT}:SchedulerOutput.kv_cache_block_copies": Absence(None, since=(0, 32, 0))},
         calls=(("vllm.v1.core.kv_cache_manager:KVCacheBlocks.get_block_ids", 1, ()),),
     ),
     Row(
@@ -233,6 +234,7 @@ ROWS: tuple[Row, ...] = (
         "layout of states", Feature.STATES, "shapes, dtypes, and the order of a convolution's state", Side.BOTH,
         works_since=(0, 32, 0),
         fields={f"{_CACHE}:MambaSpec": "shapes dtypes mamba_type mamba_cache_mode"},
+        optional={f"{_CACHE}:MambaSpec.num_prefill_checkpoint_blocks": Absence(0, since=(0, 32, 0))},
         calls=(("vllm.model_executor.layers.mamba.mamba_utils:get_conv_state_layout", 0, ()),),
     ),
     Row(
