@@ -28,6 +28,7 @@ from vllm_kvtier.scheduler.connector_scheduler import KVTierConnectorScheduler
 from vllm_kvtier.scheduler.matching.provenance import Provenance
 from vllm_kvtier.telemetry.stats import Counters
 from vllm_kvtier.vllm_compat.connector_types import WorkerReport
+from vllm_kvtier.vllm_compat.hooks.waiting_loop import WaitingLoop
 
 OURS = str(Path(vllm_kvtier.__file__).parent)
 CATCHES = str(Path(OURS, "containment.py"))
@@ -89,6 +90,7 @@ class RaisingLife(Life):
         half._info = SimpleNamespace(unsupported=None, groups=groups)
         half._offloader, half._store, half._geometry = None, self.tier, self.load.engine.geometry
         half._questions = SimpleNamespace(waiting=[])
+        half._engine = SimpleNamespace(waiting_loop=WaitingLoop())
         facts = SimpleNamespace(reports_failed_requests=False, followed=lambda ids: ids)
         half._run_jobs, half._provenance = lambda: None, Provenance(None)
         half._identity = bare_identity(namespace=object())

@@ -257,3 +257,37 @@ def test_load_with_lease_of_dead_store_fails():
     assert order.instance == "life 1"
     world.matcher.on_load_ended("r", True)
     assert not world.planner.open
+
+
+class CountedHashes(list):
+    """A request's block hashes, and how many were read."""
+
+    read = 0
+
+    def __getitem__(self, index):
+        found = super().__getitem__(index)
+        self.read += len(found) if isinstance(index, slice) else 1
+        return found
+
+    def __iter__(self):
+        self.read += len(self)
+        return super().__iter__()
+
+
+@pytest.mark.parametrize(
+    "shared, computed, waits", [(19, 0, False), (20, 0, True), (40, 0, True), (40, 20, True), (40, 21, False)]
+)
+def test_wait_for_a_load_of_half_the_same_blocks_reads_few_hashes(shared, computed, waits):
+    world, size = World(ONE), HASH_BLOCK_SIZE
+    prompt = list(range(40 * size + 1))
+    loads = make_request("loads", prompt, size)
+    other = make_request("other", prompt[: shared * size] + list(range(1000, 1000 + 200 * size)), size)
+    world.store(loads)
+    assert offered(world, loads) == (40 * size, True)
+    world.matcher.allocated(loads, world.tables(0, 40 * size), 40 * size)
+    other.block_hashes = hashes = CountedHashes(other.block_hashes)
+    assert world.matcher._waits_for_load(world.matcher.track(other), computed * size) is waits
+    assert hashes.read <= 2
+    world.matcher.finished(other)
+    world.matcher.on_load_ended("loads", False)
+    world.matcher.finished(loads)

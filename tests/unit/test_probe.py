@@ -225,7 +225,8 @@ def events_of_another_form(vllm):
 
 
 def schedule_by_groups(scheduler):
-    return scheduler.kv_cache_manager.coordinator.find_longest_cache_hit_per_group()
+    if len(scheduler.running) < scheduler.max_num_running_reqs:
+        return scheduler.kv_cache_manager.coordinator.find_longest_cache_hit_per_group()
 
 
 def evicts_more(vllm):
@@ -256,6 +257,7 @@ BEHAVIOUR = [
     ("hits of all groups", lambda vllm: vllm.put(f"{SCHEDULER}.schedule", schedule_by_groups)),
     ("idle hook", lambda vllm: vllm.put(f"{CORE}._process_input_queue", lambda self: self.input_queue.get())),
     ("pause after an empty step", lambda vllm: vllm.put(f"{CORE}._process_engine_step", lambda self: self.step_fn())),
+    ("loop over waiting requests", lambda vllm: vllm.put(f"{SCHEDULER}.schedule", lambda self: None)),
     ("wake-up of the engine", lambda vllm: vllm.put(f"{CORE}._handle_client_request", lambda self, kind, request: 0)),
     ("preemption", lambda vllm: vllm.rename_in_init(f"{REQUEST}.drop_stale_output")),
     ("KV events", events_of_another_form),

@@ -28,6 +28,7 @@ from vllm_kvtier.vllm_compat import requests as vr
 from vllm_kvtier.vllm_compat import weights
 from vllm_kvtier.vllm_compat.adapters import Adapters
 from vllm_kvtier.vllm_compat.hooks.block_pool import BlockPool
+from vllm_kvtier.vllm_compat.hooks.waiting_loop import WaitingLoop
 from vllm_kvtier.wire.link import ClearChecksums
 
 HASH_BLOCK_SIZE = 4
@@ -146,7 +147,8 @@ class Running:
         half._reactor, half._link = SimpleNamespace(call_soon=lambda job: job()), SimpleNamespace(send=self.sent.append)
         half._sync_load = SimpleNamespace(unpin=lambda: None, pin_again=lambda: None, verification_pending=False)
         half._engine = SimpleNamespace(
-            paused_scheduler=None, scheduler_lock=SimpleNamespace(held=lambda method: method)
+            paused_scheduler=None, scheduler_lock=SimpleNamespace(held=lambda method: method),
+            waiting_loop=WaitingLoop(),
         )  # fmt: skip
         self.namespaces = NamespaceIds()
         self.namespaces.base = b"base"

@@ -82,11 +82,15 @@ class KVTierConnectorScheduler(SchedulerParts):
         if not admitted:
             # vLLM's prefix cache has blocks that are not verified yet: see ``SyncLoad``.
             if admitted is None or self._sync_load.verification_pending:
+                self._engine.waiting_loop.skipped()
                 return None, False
             self._matcher.release_all(request)
             return 0, False
         tokens, asynchronous = self._matcher.match(request, computed)
-        if tokens is not None:
+        if tokens is None:
+            state = self._matcher.get(request.request_id)
+            self._engine.waiting_loop.skipped(state.asked_at if state is not None else 0.0)
+        else:
             # vLLM asks again where it lacked blocks. It also takes the free ones that hold what it has computed, and
             # may want one more of each group for what it speculates.
             again, self._answered = self._answered == request.request_id, request.request_id

@@ -233,7 +233,8 @@ class RequestMatcher:
         """
         if not self._loading_hashes or state.request.skip_reading_prefix_cache:
             return False
-        block_hashes, first = state.request.block_hashes, computed // self._geometry.hash_block_size
+        hash_block_size = self._geometry.hash_block_size
+        block_hashes, first = state.request.block_hashes, computed // hash_block_size
         other = self._loading_hashes.get(bytes(block_hashes[first])) if first < len(block_hashes) else None
         loading = self._tracked.get(other) if other else None
         if loading is None or loading.life.state is not State.LOADING or other == state.request.request_id:
@@ -244,9 +245,11 @@ class RequestMatcher:
         if time.monotonic() > began + self._config.transfer_timeout:
             return False  # it hangs, or those before it failed: a time limit for all of them
         if state.waits_for != other:
-            mine = {bytes(h) for h in block_hashes[first:]}
-            shared = sum(h in mine for h in loading.loading_hashes)
-            if 2 * shared < len(loading.loading_hashes):
+            # A block's hash is of all tokens up to its end: if this one is the same, those before it are.
+            load = loading.loading_hashes
+            last = first + (len(load) + 1) // 2 - 1
+            in_load = last - loading.num_computed_tokens // hash_block_size
+            if last >= len(block_hashes) or in_load >= len(load) or bytes(block_hashes[last]) != load[in_load]:
                 return False
             state.waits_for, state.load_wait_began = loading.request.request_id, began
             self._counters.count("inflight_load_waits", loading.source_name)

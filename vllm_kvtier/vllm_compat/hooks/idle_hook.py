@@ -17,6 +17,7 @@ from vllm_kvtier.containment import Containment
 from vllm_kvtier.logs import get_logger
 from vllm_kvtier.vllm_compat.hooks import rollback, step_pause
 from vllm_kvtier.vllm_compat.hooks.scheduler_lock import SchedulerLock
+from vllm_kvtier.vllm_compat.hooks.waiting_loop import WaitingLoop
 from vllm_kvtier.vllm_compat.probe.features import granted
 from vllm_kvtier.vllm_compat.probe.row import Feature
 
@@ -50,7 +51,7 @@ class EngineThread:
         self._due = True  # among dummy batches ``on_idle`` is to run
         self._on_idle, self._connector, self._on_scheduler = on_idle, connector, on_scheduler
         self._contain, self._sees_pauses = containment, granted(Feature.PAUSED)
-        self.scheduler_lock = SchedulerLock(containment)
+        self.scheduler_lock, self.waiting_loop = SchedulerLock(containment), WaitingLoop()
         self._install()
         step_pause.install()
 
@@ -106,6 +107,8 @@ class EngineThread:
             self._scheduler = weakref.ref(scheduler)
             if granted(Feature.PEER_FETCH):
                 self.scheduler_lock.install(scheduler)
+            if granted(Feature.QUEUES):
+                self.waiting_loop.install(scheduler)
             self._on_scheduler(scheduler)
 
     def wake(self) -> None:

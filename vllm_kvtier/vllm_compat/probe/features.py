@@ -25,6 +25,7 @@ logger = get_logger(__name__)
 NEEDS = {
     Feature.LOCAL_HITS: (Feature.STATES,),
     Feature.PAUSES: (Feature.IDLE,),
+    Feature.QUEUES: (Feature.IDLE,),
     Feature.DRAINING: (Feature.IDLE,),
     Feature.PAUSED: (Feature.IDLE,),
     Feature.PEER_FETCH: (Feature.IDLE,),

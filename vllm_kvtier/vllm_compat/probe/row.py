@@ -19,6 +19,7 @@ class Feature(enum.Enum):
     LOCAL_HITS = "hand-offs behind what attention has (recurrent states)"
     IDLE = "work while the engine is idle"
     PAUSES = "loads that end vLLM's pauses between empty steps"
+    QUEUES = "steps that stay short with a long queue"
     DRAINING = "hand-offs that are read while the engine ends"
     PAUSED = "resets of a paused engine that has loads under way"
     PEER_FETCH = "peer fetch"

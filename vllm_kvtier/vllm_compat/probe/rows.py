@@ -286,6 +286,12 @@ ROWS: tuple[Row, ...] = (
         trial=trials.step_pause, tries="code",
     ),
     Row(
+        "loop over waiting requests", Feature.QUEUES, "it ends when as many requests run as may",
+        sets={_SCHEDULER: "running max_num_running_reqs"},
+        optional={f"{_SCHEDULER}.max_num_active_reqs": Absence(None, since=(0, 31, 0))},
+        trial=trials.waiting_loop, tried=(f"{_SCHEDULER}.schedule",), tries="code",
+    ),
+    Row(
         "paused engine", Feature.PAUSED, "whether it is, and whose loads have ended",
         names=("vllm.v1.core.sched.interface:PauseState.UNPAUSED",),
         fields={_SCHEDULER: "pause_state"},

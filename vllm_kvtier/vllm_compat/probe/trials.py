@@ -244,6 +244,11 @@ def step_pause() -> None:
     expect(seconds in numbers, f"the pause after an empty step is not {seconds} s")
 
 
+def waiting_loop() -> None:
+    names = inspect.unwrap(find(_SCHEDULE)).__code__.co_names
+    expect(not {"max_num_running_reqs", "max_num_active_reqs"}.isdisjoint(names), "it has another limit")
+
+
 def mm_embeddings() -> None:
     config = find("vllm.config:VllmConfig")
     [name] = [name for name in find("vllm_kvtier.vllm_compat.hooks.mm_embeddings:METHODS") if hasattr(config, name)]
