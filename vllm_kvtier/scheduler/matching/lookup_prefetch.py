@@ -1,8 +1,9 @@
 """Lookups for queued requests, so that the answers are there when vLLM matches the requests.
 
 Without it each request of a burst is looked up when vLLM comes to it, and all others wait for its answer. A prefetched
-hit is leased for its request. Therefore few lookups are ahead at a time, and not for long: when one expires, vLLM is
-not about to come to the queue, and none is sent until it does. On vLLM's scheduler thread only.
+hit is leased for its request. Therefore few lookups are ahead at a time, and not for long: when all have expired, vLLM
+is not about to come to the queue. Then a single one is sent each time it does, until one is in time. On vLLM's
+scheduler thread only.
 """
 
 import time
@@ -33,10 +34,10 @@ class LookupPrefetcher:
     def __init__(self, source: PrefetchSource, hash_block_size: int):
         self._source, self._hash_block_size = source, hash_block_size
         self._queue: dict[str, Any] = {}  # requests without a lookup, oldest first
-        self._expired: set[str] = set()  # requests whose lookup was sent too early
+        self._expired: dict[str, Any] = {}  # requests whose lookup was sent too early; they come before the others
         self._lookups: dict[
-            str, tuple[PendingLookup, float, bytes]
-        ] = {}  # oldest first, with time and LoRA fingerprint
+            str, tuple[PendingLookup, float, bytes, Any]
+        ] = {}  # oldest first, with time, LoRA fingerprint and request
 
     def __len__(self) -> int:
         return len(self._lookups)
@@ -51,13 +52,16 @@ class LookupPrefetcher:
     def on_matched(self, request_id: str) -> None:
         """vLLM came to the request for the first time; ``take`` or ``cancel`` may follow."""
         self._queue.pop(request_id, None)
-        self._expired.discard(request_id)
-        if request_id in self._lookups and len(self._lookups) <= MAX_PREFETCHES - PREFETCHES_AT_ONCE:
+        self._expired.pop(request_id, None)
+        if not self._lookups:
+            if self._expired or self._queue:
+                self._send(1)
+        elif request_id in self._lookups and len(self._lookups) <= MAX_PREFETCHES - PREFETCHES_AT_ONCE:
             self._send(PREFETCHES_AT_ONCE)
 
     def take(self, request: Any, block_hashes: list[bytes], computed: int) -> PendingLookup | None:
         """The lookup that was sent for the request, if it is the one to be sent now; else it is cancelled."""
-        lookup, _, lora_fingerprint = self._lookups.get(request.request_id, (None, 0.0, b""))
+        lookup, _, lora_fingerprint, _ = self._lookups.get(request.request_id, (None, 0.0, b"", None))
         if lookup is None:
             return None
         same = lookup.epoch == self._source.epoch and lora_fingerprint == vr.lora_fingerprint(request)
@@ -70,7 +74,7 @@ class LookupPrefetcher:
     def cancel(self, request_id: str) -> None:
         """The request ended, or was matched without a prefetched lookup. Idempotent."""
         self._queue.pop(request_id, None)
-        self._expired.discard(request_id)
+        self._expired.pop(request_id, None)
         if request_id in self._lookups:
             self._source.cancel(self._lookups[request_id][0])
             del self._lookups[request_id]
@@ -79,20 +83,20 @@ class LookupPrefetcher:
         """Cancel the lookups of requests that vLLM did not come to in time. Returns whether lookups are left or may
         follow."""
         while self._lookups:
-            request_id, (_, since, _) = next(iter(self._lookups.items()))
+            request_id, (_, since, _, request) = next(iter(self._lookups.items()))
             if time.monotonic() - since < MAX_PREFETCH_SECONDS:
                 break
             self.cancel(request_id)
-            self._expired.add(request_id)
-        return bool(self._lookups or self._queue)
+            self._expired[request_id] = request
+        return bool(self._lookups or self._queue or self._expired)
 
     def _send(self, most: int) -> None:
-        while self._queue and len(self._lookups) < MAX_PREFETCHES and most > 0:
-            request = self._queue.pop(next(iter(self._queue)))
+        while (queue := self._expired or self._queue) and len(self._lookups) < MAX_PREFETCHES and most > 0:
+            request = queue.pop(next(iter(queue)))
             lora_fingerprint = vr.lora_fingerprint(request)
             if lora_fingerprint is None:
                 continue
             lookup = self._source.lookup_queued(request, lora_fingerprint)
             if lookup is not None:
-                self._lookups[request.request_id] = lookup, time.monotonic(), lora_fingerprint
+                self._lookups[request.request_id] = lookup, time.monotonic(), lora_fingerprint, request
                 most -= 1
