@@ -47,7 +47,7 @@ class KVTierConnectorScheduler(SchedulerParts):
 
     def _start(self) -> None:
         self._contain.on_limit = self._become_passive
-        self._pool.around_reset(self._before_reset, self._after_reset, self._contain)
+        self._pool.around_reset(self._before_pool_reset, self._after_reset, self._contain)
         weights.watch(self)
         if not self._info.unsupported:
             self._reactor.call_later(WORKERS_SECONDS, self._access.look_for_workers)
@@ -333,6 +333,12 @@ class KVTierConnectorScheduler(SchedulerParts):
         """Of an engine that pauses: its loads end before its steps do. They hold blocks, with which vLLM cannot reset
         its prefix cache."""
         return self._engine.paused_scheduler is not None and State.LOADING in self._matcher.states()
+
+    def _before_pool_reset(self) -> None:
+        """vLLM is about to reset its prefix cache, and will not if a request is running, whose blocks are held."""
+        scheduler = self._engine.scheduler
+        if scheduler is None or not rollback.any_running(scheduler):
+            self._before_reset()
 
     def _before_reset(self) -> None:
         """vLLM resets its prefix cache, maybe for new weights: end all exports, leases and copies of its blocks."""

@@ -62,6 +62,11 @@ def alone(scheduler: Any) -> bool:
     return not running and waiting <= 1
 
 
+def any_running(scheduler: Any) -> bool:
+    """Whether a request has blocks for steps. One that was preempted has none."""
+    return bool(getattr(scheduler, "running", ()))
+
+
 def others_wait(scheduler: Any, request: Any) -> bool:
     """Whether another request must be matched before it can run. Looks at all requests: while a step is scheduled, the
     requests that were skipped in it are in none of vLLM's queues. Another thread may ask, while one is added."""
