@@ -47,7 +47,7 @@ def load_context(
     facts = {
         "groups": groups, "full_groups": [0], "world_size": 1, "engine_id": "engine", "release": "1",
         "supports_partial_prefix": True, "unsupported": None, "hash_lookahead": 0, "step_tokens": 0,
-        "left_behind": "", "speculates": False, "states_within_steps": False,
+        "left_behind": "", "speculates": False, "states_within_steps": False, "prefix_caching": True,
         "hash_function": lambda: get_hash_fn_by_name("sha256_cbor"),
     }  # fmt: skip
     return LoadContext(

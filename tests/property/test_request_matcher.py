@@ -331,10 +331,10 @@ def test_request_matcher_random_operations_keep_invariants(groups, seed):
 # -- single cases ----------------------------------------------------------------------------------------------------
 
 
-def matcher(groups=((HASH_BLOCK_SIZE, None),), **options):
+def matcher(groups=((HASH_BLOCK_SIZE, None),), info=(), **options):
     peers = FakePeers(list(groups), time.monotonic)
     config = KVTierConfig(**{"bidirectional": True, "pull_threshold": 4, **options})
-    return make_matcher(load_context(groups, HASH_BLOCK_SIZE, peers, config=config)), peers
+    return make_matcher(load_context(groups, HASH_BLOCK_SIZE, peers, config=config, info=info)), peers
 
 
 
@@ -405,6 +405,19 @@ def test_matcher_samples_of_one_handoff_load_it_once(how):
     else:
         assert set(match_all(32).values()) == {0}, "vLLM has all but two tokens"
     assert not peers.held
+
+
+def test_matcher_samples_load_side_by_side_without_a_prefix_cache():
+    """vLLM would have nothing of the first one's load for the others."""
+    made, peers = matcher(info={"prefix_caching": False})
+    samples = [make_request(f"r{i}", list(range(34)), HASH_BLOCK_SIZE, HANDOFF) for i in range(2)]
+    for request in samples:
+        assert made.match(request, 0) == (None, False)
+    for pending in list(peers.open):
+        peers.answer(pending, peers.offer(pending, 34))
+    for request in samples:
+        assert made.match(request, 0) == (34, True)
+        made.allocated(request, (list(range(1, 10)),), 34)
 
 
 @pytest.mark.parametrize("before", [16, 12])

@@ -326,3 +326,18 @@ def test_lease_client_option_nixl_refuses_what_only_maps(make):
     asker = make(Asker, reach=lambda ranks: Reach(frozenset({MAPPED}), "4 KV heads here"), same_node_pulls="nixl")
     got = asker.answer(make(Source).address)
     assert (got.code, got.reason) == ("layout", "4 KV heads here")
+
+
+def test_peer_that_refuses_us_has_one_handshake_for_many_releases(make, monkeypatch):
+    """Its exports are for requests that are computed here; each would be kept until its time limit."""
+    monkeypatch.setattr(lease_client, "REFUSED_RELEASES", 0.3)
+    source, asker = make(Source), make(Asker, namespace=msgspec.structs.replace(NAMESPACE, model="other"))
+    hellos, greet = [], source.endpoint._hello
+    monkeypatch.setattr(source.endpoint, "_hello", lambda *greeting: (hellos.append(1), greet(*greeting))[1])
+    for i in range(50):
+        source.table.add(export(name=f"e{i}"))
+    for i in range(50):
+        assert asker.answer(source.address, export=f"e{i}", digest=b"digest").code == "namespace_mismatch"
+        asker.peers.release_export(source.address, f"e{i}")
+    eventually(lambda: not source.table.counts()["exports"], 10.0)
+    assert len(hellos) <= 4, "the first one, and those for the releases"

@@ -107,6 +107,24 @@ def test_block_tables_wait_for_the_output_of_a_step_that_computes_on_an_unverifi
     assert step(cached=extend("r", "s")) == {"r": (4 + ahead) * SIZE, "s": (3 + ahead) * SIZE}
 
 
+def test_requests_behind_one_with_an_unverified_load_are_followed_later():
+    """They may begin with its blocks, which vLLM's prefix cache has at once, and computed on them."""
+    tables = BlockTables(info().groups, SIZE, lambda ids: None, lambda t: True)
+    states = {name: SimpleNamespace(request=make_request(name, list(range(6 * SIZE)), SIZE)) for name in "ab"}
+
+    def step(name, unverified):
+        states[name].request.num_computed_tokens = 2 * SIZE
+        output = step_output({name: SIZE}, new=[(name, ([1, 2, 3],), 2 * SIZE)])
+        return [growth.state.request.request_id for growth in tables.begin_step(output, states.get, unverified)]
+
+    assert step("a", True) == [] and step("b", False) == []
+    for name in "ab":
+        tables.end_step()
+        states[name].request.num_computed_tokens = 3 * SIZE
+    output = step_output(dict.fromkeys("ab", SIZE), cached=[(name, ([4],), 3 * SIZE, False) for name in "ab"])
+    assert {growth.state.request.request_id for growth in tables.begin_step(output, states.get, False)} == {"a", "b"}
+
+
 def test_events_name_the_groups_of_vllm():
     label = Label(HASHES[0], b"", b"\0" * 4 * SIZE)
     groups = [(1, "full_attention", None)]

@@ -441,6 +441,21 @@ def test_remote_store_partial_lease_is_used(made):
     eventually(lambda: [back.lease for back in store.of(m.Return)] == [first, second])
 
 
+def test_remote_store_blocks_are_not_read_behind_their_lease(made, monkeypatch):
+    """The read waited for others: by now other blocks may be in the slots there."""
+    asker = made(Asker, made(Store, 2))
+    token = asker.look().token
+    read = m.Read(7, token, [m.Move(NAMESPACE_ID, 0, BLOCK_HASHES[:HASH_BYTES], bytes(HASH_BYTES), b"", 1, 1)])
+    held = asker.tier_process._held[token]
+    begun = []
+    monkeypatch.setattr(asker.tier_process._reads, "start", lambda *arguments: begun.append(arguments))
+    asker.do(lambda: asker.tier_process.handle(read))
+    assert len(begun) == 1
+    held.until = time.monotonic() - 1.0
+    asker.do(lambda: asker.tier_process.handle(read))
+    assert len(begun) == 1 and asker.heard[-1] == m.Moved(7, [False])
+
+
 def test_remote_store_full_hit_in_memory_skips_promotion(made):
     memory, disk = made(Store, 8, instance="memory"), made(Store, 0, instance="disk", below=8)
     assert made(Asker, memory, disk).look().num_hash_blocks == 8

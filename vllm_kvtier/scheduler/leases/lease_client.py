@@ -41,6 +41,8 @@ logger = get_logger(__name__)
 
 SAME_NODE = -1  # in place of a port: the address is the name of an instance, by which its socket on this node is found
 REFUSED_PAUSE = 30.0  # seconds before an incompatible peer is asked again
+REFUSED_RELEASES = 1.0  # seconds between handshakes with one for the sake of the exports that it keeps for us
+MAX_REFUSED = 4096  # of these, until the next
 DOWN_PAUSE = 2.0  # seconds before an unreachable peer is asked again
 IDLE_CLOSE_SECONDS = 600.0  # seconds after which an unused connection is closed
 MAX_CONNECTIONS = 512
@@ -87,6 +89,7 @@ class LeaseClient(LeaseConnections[_Connection]):
         self._unmappable: OrderedDict[str, None] = OrderedDict()  # instances
         self._unreadable: OrderedDict[str, float] = OrderedDict()  # instance -> time from which another request may try
         self._kept: Mapping[str, PrefillHandoff] = {}  # see ``keep_exports``
+        self._refused: dict[Address, list[str]] = {}  # exports of peers that refuse us, to be released
         self._keeping: Timer | None = None
         self._keep_at = math.inf  # when it fires
         self.steps: Callable[[], int] = itertools.count().__next__  # number of those that vLLM has scheduled
@@ -159,13 +162,12 @@ class LeaseClient(LeaseConnections[_Connection]):
         """Tell the engine at ``address`` that ``export`` will not be pulled. If the message is lost, it expires."""
 
         def send() -> None:
-            connection = self._connections.get(address)
-            if connection is None:
-                paused = self._pause_reason(address)
-                if paused is None or paused.code != "unreachable":
-                    connection = self._connect(address)
+            paused = self._pause_reason(address)
+            connection = self._connections.get(address) or (self._connect(address) if paused is None else None)
             if connection is not None:
                 self._send(connection, m.ReleaseExport(export))
+            elif paused is not None and paused.code != "unreachable":
+                self._release_refused(address, export)
 
         self._reactor.call_soon(send)
 
@@ -245,6 +247,22 @@ class LeaseClient(LeaseConnections[_Connection]):
             connection.waiting.append(pending)
         else:
             self._send_ask(connection, pending)
+
+    def _release_refused(self, address: Address, export: str) -> None:
+        """A peer that refuses our handshake releases what is named behind it. Not a handshake for each: it has one for
+        all of a while."""
+        names = self._refused.get(address)
+        if names is None and len(self._refused) < MAX_CONNECTIONS:
+            names = self._refused[address] = []
+            self._reactor.call_later(REFUSED_RELEASES, lambda: self._flush_refused(address))
+        if names is not None and len(names) < MAX_REFUSED:
+            names.append(export)
+
+    def _flush_refused(self, address: Address) -> None:
+        names = self._refused.pop(address)
+        connection = self._connections.get(address) or self._connect(address)
+        for name in names if connection is not None else ():
+            self._send(connection, m.ReleaseExport(name))
 
     def _connect(self, address: Address) -> _Connection | None:
         hello = self._hello()

@@ -39,6 +39,7 @@ class RequestMatcher:
             context.sync_load,
             context.checksum_index,
         )
+        self._caches = context.engine.info.prefix_caching  # else vLLM has nothing of a load for another request
         self._load_or_recompute = LoadOrRecompute(context)
         self._source_selector = SourceSelector(context, sources)
         self._looking_ahead = self._source_selector.looking_ahead
@@ -231,7 +232,7 @@ class RequestMatcher:
         vLLM has these blocks in its prefix cache when that load ends. A short prompt does not wait for a long load that
         it shares only the beginning of.
         """
-        if not self._loading_hashes or state.request.skip_reading_prefix_cache:
+        if not (self._loading_hashes and self._caches) or state.request.skip_reading_prefix_cache:
             return False
         hash_block_size = self._geometry.hash_block_size
         block_hashes, first = state.request.block_hashes, computed // hash_block_size

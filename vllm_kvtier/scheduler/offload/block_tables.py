@@ -111,7 +111,10 @@ class BlockTables:
         """
         self._step += 1
         resumed = output.scheduled_cached_reqs.resumed_req_ids
-        self._unread.append({new.req_id for new in output.scheduled_new_reqs} | set(resumed) if unverified else set())
+        if unverified or any(self._unread):  # or they begin with the blocks of such a request
+            self._unread.append({new.req_id for new in output.scheduled_new_reqs} | set(resumed))
+        else:
+            self._unread.append(set())
         for new in output.scheduled_new_reqs:
             self._admit(new.req_id, new.block_ids, new.num_computed_tokens, tracked(new.req_id))
         if copies := getattr(output, "kv_cache_block_copies", None):  # on write; new blocks are named here only

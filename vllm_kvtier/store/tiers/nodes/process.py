@@ -6,6 +6,7 @@ Options of Open are StoreOptions' ``nodes``, ``node_listen`` and ``cluster_key_f
 """
 
 import itertools
+import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -27,6 +28,9 @@ from vllm_kvtier.wire.slots import PAGE
 
 # For a promotion at another node. Blocks that are in its memory by then are read; the next lookup finds the rest.
 MAX_WAIT_SECONDS = 10.0
+# Seconds after which blocks are not read any more: half of a lease there, as the read may wait for others. Behind the
+# lease's end their slots may have other blocks.
+MAX_HOLD_SECONDS = 30.0
 
 
 @dataclass(slots=True, eq=False)
@@ -37,6 +41,7 @@ class Held:
     peer: Peer
     offer: w.LookupHit
     slots: dict[tuple[int, bytes], int] = field(default_factory=dict)
+    until: float = field(default_factory=lambda: time.monotonic() + MAX_HOLD_SECONDS)
 
 
 class NodeProcess:
@@ -121,8 +126,9 @@ class NodeProcess:
 
     def _read(self, read: m.Read) -> None:
         held = self._held.get(read.token)
-        if held is None or held.peer.closed or not read.moves:
-            error = "" if not read.moves else "the store that leased these blocks is gone"
+        over = held is not None and time.monotonic() > held.until
+        if held is None or held.peer.closed or over or not read.moves:
+            error = "" if over or not read.moves else "the store that leased these blocks is gone"
             self._host.send(m.Moved(read.id, [False] * len(read.moves), error))
             return
         look = held.look
