@@ -261,8 +261,9 @@ class LeaseClient(LeaseConnections[_Connection]):
     def _flush_refused(self, address: Address) -> None:
         names = self._refused.pop(address)
         connection = self._connections.get(address) or self._connect(address)
-        for name in names if connection is not None else ():
-            self._send(connection, m.ReleaseExport(name))
+        if connection is not None:
+            for name in names:
+                self._send(connection, m.ReleaseExport(name))
 
     def _connect(self, address: Address) -> _Connection | None:
         hello = self._hello()

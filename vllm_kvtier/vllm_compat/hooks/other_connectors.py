@@ -11,8 +11,8 @@ from typing import Any
 # Connectors of vLLM, 0.25.1 to 0.33, that do no more than keep KV: none answers a field of ours.
 STORES = {
     "DecodeBenchConnector", "ExampleConnector", "ExampleHiddenStatesConnector", "FlexKVConnectorV1", "HF3FSKVConnector",
-    "HiSparseConnector", "LMCacheConnectorV1", "LMCacheMPConnector", "LMCacheMPConnectorUpstream", "MooncakeStoreConnector",
-    "OffloadingConnector", "SimpleCPUOffloadConnector",
+    "HiSparseConnector", "LMCacheConnectorV1", "LMCacheMPConnector", "LMCacheMPConnectorUpstream",
+    "MooncakeStoreConnector", "OffloadingConnector", "SimpleCPUOffloadConnector",
 }  # fmt: skip
 
 
