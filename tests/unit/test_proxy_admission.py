@@ -102,7 +102,7 @@ async def test_request_for_one_engine_does_not_hold_up_others():
     full, free = queue.engines
 
     def only_first() -> Choice:
-        return Choice(None if full.full else full, only_one=True)
+        return Choice(None, full=full) if full.full else Choice(full)
 
     bound = asyncio.create_task(queue.admission.acquire("decode", b"tenant", only_first, 5.0))
     await run_loop()
@@ -123,6 +123,38 @@ async def test_request_for_one_engine_does_not_hold_up_others():
     for slot in (bound.result(), await after):
         slot.release()
     assert full.outstanding == free.outstanding == queue.admission.waiting("decode") == 0
+
+
+async def test_requests_for_a_full_engine_are_passed_with_one_choice():
+    queue = ProxyQueue(engines=2, queue_limit=1026)
+    slots = [await queue.enter() for _ in range(2)]
+    full, free = queue.engines
+    asked = []
+
+    def only(engine: Engine, name: int) -> asyncio.Task:
+        def choose() -> Choice:
+            asked.append(name)
+            return Choice(None, full=engine) if engine.full else Choice(engine)
+
+        tenant = b"a" if name % 2 else b"b"
+        return asyncio.create_task(queue.admission.acquire("decode", tenant, choose, 60.0))
+
+    waiting = [only(full, i) for i in range(1024)]
+    await run_loop()
+    behind = [only(free, i) for i in (1024, 1025)]
+    await run_loop()
+    asked.clear()
+    slots[1].release()
+    await run_loop()
+    assert behind[0].done() and not behind[1].done(), "another engine is free"
+    assert asked == [0, 1024, 1025]
+    asked.clear()
+    slots[0].release()
+    await run_loop()
+    assert [i for i, task in enumerate(waiting) if task.done()] == [1], "the other tenant has had a slot"
+    assert len(asked) == 3
+    for task in (*waiting, *behind):
+        task.cancel()
 
 
 @given(st.lists(st.sampled_from(["enter", "leave", "cancel"]), max_size=80), st.integers(1, 3), st.integers(1, 3))

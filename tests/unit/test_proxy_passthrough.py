@@ -303,6 +303,29 @@ async def test_stored_response_is_not_requested_from_another_engine(state):
         assert engine.outstanding == other.outstanding == 0
 
 
+@pytest.mark.parametrize("engines", [1, 2])
+async def test_continued_responses_that_wait_are_not_each_looked_up(engines, monkeypatch):
+    async with Cluster(p=0, d=engines, engine_requests=1) as c:
+        response = (await c.client.post("/v1/responses", json={"input": "x"})).json()["id"]
+        slots = [EngineSlot(engine) for engine in c.core.decode]
+        following = [{"input": "y", "previous_response_id": response}] * 5
+        tasks = []
+        for body in (*following, {"input": "of any engine"}):
+            tasks.append(asyncio.create_task(c.client.post("/v1/responses", json=body)))
+            await c.until(lambda: c.core.admission.waiting("decode") == len(tasks))
+        looked_up, ranked = [], []
+        find, rank = c.core.routes.find, c.core.router.rank_decode
+        with monkeypatch.context() as patch:
+            patch.setattr(c.core.routes, "find", lambda name: looked_up.append(name) or find(name))
+            patch.setattr(c.core.router, "rank_decode", lambda *args: ranked.append(args) or rank(*args))
+            c.core.admission.serve_waiting("decode")
+        assert len(looked_up) == 1
+        assert len(ranked) == engines - 1, "with one engine no request behind them can be served"
+        for slot in slots:
+            slot.release()
+        assert [reply.status_code for reply in await asyncio.gather(*tasks)] == [200] * 6
+
+
 # ---------------------------------------------------------------- what may be asked twice
 
 

@@ -164,12 +164,21 @@ class Passthrough(EngineRequest):
 
         def choose() -> Choice | None:
             engines = self._candidates(None)
+            if not engines:
+                return None
             healthy = [engine for engine in engines if engine.healthy] or engines
             free = next((engine for engine in healthy if not engine.full), None)
-            only_one = self._stored_at() is not None
-            return Choice(free, tokens if self._rule.salted else 0, only_one) if engines else None
+            if free is None:
+                return Choice(None, full=self._only_one(role, engines))
+            return Choice(free, tokens if self._rule.salted else 0)
 
         return await self._acquire(role, choose, time.monotonic() + self._config.queue_timeout)
+
+    def _only_one(self, role: str, engines: list[Engine]) -> Engine | None:
+        """The engine, if it alone of several that are open can serve the request."""
+        fleet = self._core.fleet
+        others = fleet.pooling if role == "pooling" else fleet.decode
+        return engines[0] if len(engines) == 1 and any(e.open for e in others if e is not engines[0]) else None
 
     def _candidates(self, chosen: Engine | None) -> list[Engine]:
         """The engines that can serve it, best first; ``chosen`` before all other healthy ones."""

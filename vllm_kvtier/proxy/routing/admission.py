@@ -10,11 +10,12 @@ has as many. So a tenant that fills the queue does not keep others out.
 """
 
 import asyncio
+import heapq
 import itertools
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -30,12 +31,12 @@ MAX_IDLE_TENANTS = 4096
 
 
 class Choice(NamedTuple):
-    """An engine for a request and the prompt tokens to compute there. None: all engines are full. ``only_one``: no
-    other engine can serve it; while that is full, requests behind it go first."""
+    """An engine for a request and the prompt tokens to compute there. None: all engines are full, or ``full`` is, and
+    no other open engine can serve the request; those behind it that others can serve go first."""
 
     engine: Engine | None
     tokens: int = 0
-    only_one: bool = False
+    full: Engine | None = None
 
 
 class QueueFull(KVTierError):
@@ -101,6 +102,7 @@ class Admission:
             raise self._queue_full(role, tenant)
         loop = asyncio.get_running_loop()
         waiter = _Waiter(role, tenant, choose, loop.create_future(), (loop.time() + seconds, next(self._numbers)))
+        waiter.full = choice.full
         queue.join(waiter, self._cost())
         try:
             async with time_limit(seconds):
@@ -121,18 +123,21 @@ class Admission:
         return result
 
     def serve_waiting(self, role: str) -> None:
-        """Grant the free slots to waiting requests."""
+        """Grant the free slots to waiting requests. Of those that wait for the same full engine, the first is asked."""
         queue = self._queues[role]
-        passed: set[_Waiter] = set()
-        while (waiter := queue.first(passed)) is not None:
+        full: set[Engine] = set()
+        for waiter in queue.in_turn():
+            if waiter.full in full:
+                continue
             choice = waiter.choose()
             if choice is None:
                 queue.remove(waiter)
                 waiter.result.set_result(None)
             elif choice.engine is None:
-                if not choice.only_one:
+                waiter.full = choice.full
+                if choice.full is None:
                     return
-                passed.add(waiter)
+                full.add(choice.full)
             else:
                 # Removed from the queue first, because taking the slot may call this method.
                 queue.serve(waiter, self._cost(choice.tokens))
@@ -182,7 +187,7 @@ class _Waiter:
     """``result``: the slot, None if no engine is available, or the refusal.
 
     ``deadline``: with a number that makes it unique. All requests may wait equally long in total, so that of two the
-    newer one has the later deadline.
+    newer one has the later deadline. ``full``: of its last choice.
     """
 
     role: str
@@ -190,6 +195,7 @@ class _Waiter:
     choose: Callable[[], Choice | None]
     result: asyncio.Future[EngineSlot | QueueFull | None]
     deadline: tuple[float, int]
+    full: Engine | None = None
     charged: int = 0
 
 
@@ -236,15 +242,25 @@ class _WaitQueue:
             tenant = self._tenants[waiter.tenant] = _Tenant(due)
         tenant.waiters[waiter] = None
 
-    def first(self, passed: Collection[_Waiter] = ()) -> _Waiter | None:
-        """The request to serve next, but for those ``passed``."""
-        for tenant in sorted(self._tenants.values(), key=lambda tenant: tenant.due):
-            for waiter in list(tenant.waiters):
-                if waiter.result.done():
-                    self.remove(waiter)
-                elif waiter not in passed:
-                    return waiter
-        return None
+    def in_turn(self) -> Iterator[_Waiter]:
+        """Each request once, in the order to serve them. The caller serves it, removes it or passes it over."""
+        places = itertools.count()
+        heap = [(tenant.due, next(places), tenant) for tenant in self._tenants.values()]
+        heapq.heapify(heap)
+        left: dict[_Tenant, Iterator[_Waiter]] = {}
+        while heap:
+            due, _, tenant = heap[0]
+            if tenant.due > due:  # one of its requests was served
+                heapq.heapreplace(heap, (tenant.due, next(places), tenant))
+                continue
+            if tenant not in left:
+                left[tenant] = iter(list(tenant.waiters))
+            if (waiter := next(left[tenant], None)) is None:
+                heapq.heappop(heap)
+            elif waiter.result.done():
+                self.remove(waiter)
+            else:
+                yield waiter
 
     def serve(self, waiter: _Waiter, cost: int) -> None:
         """Remove the request and charge its tenant."""
