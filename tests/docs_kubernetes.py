@@ -150,7 +150,7 @@ def _paths(container: dict, mounts: dict[str, str], volumes: dict[str, dict]) ->
             yield f"{path} is on no volume"
         elif "secret" in volumes[on[0]] and volumes[on[0]]["secret"].get("defaultMode", 0o644) & 0o077:
             yield f"{path}: a key that others may read is refused"
-    options = r"(?:--port=|--metrics[-_]port=|--rpc_port=|\"endpoint_port\":|tcp://\*:|--node-listen=[\d.]+:)"
+    options = r"(?:--port=|--metrics[-_]port=|--rpc_port=|\"endpoint_port\":|tcp://\*:|--node-listen=\[?[\d.]+\]?:)"
     listens = {int(number) for number in re.findall(rf"{options}(\d+)", text)}
     ports = {port["containerPort"] for port in container.get("ports", ())}
     yield from (f"port {number} is not named in ports" for number in listens - ports)
