@@ -14,6 +14,7 @@ LEFT_OUT = {
     "vllm_compat/hooks/idle_hook.py:_looking.<locals>.looking",
     "vllm_compat/hooks/block_pool.py:BlockPool.around_reset.<locals>.reset_prefix_cache",
     "vllm_compat/hooks/local_hits.py:limit.<locals>.get_computed_blocks_for_connector",
+    "vllm_compat/hooks/waiting_loop.py:WaitingLoop.install.<locals>.bounded",
     # These do nothing, read one of their fields, or wait for an event of Python's.
     "vllm_compat/stats.py:KVTierStats.is_empty", "vllm_compat/hooks/step_pause.py:_Time.__getattr__",
     "vllm_compat/hooks/step_pause.py:_Time.sleep",
