@@ -156,11 +156,11 @@ class ExportTable:
             if len(export.pinned) > self._budget[export.kind] and export.kind is not LeaseKind.HANDOFF:
                 self._free_when_ready(export)
                 return False
-            self._pinned[export.kind].update(export.pinned)
             if export.kind is LeaseKind.RETAINED:
                 self._end_extended(export)
-            self._make_room(export.kind)
+            self._make_room(export)
             self._exports[export.id], self._retained = export, None
+            self._pinned[export.kind].update(export.pinned)
             self._earliest = min(self._earliest, export.deadline)
             for block_hash in export.block_hashes:
                 self._by_hash.setdefault(block_hash, []).append(export)
@@ -442,12 +442,12 @@ class ExportTable:
                 if length <= len(hashes) and other.block_hashes[-1] == hashes[length - 1]:
                     self._end(other)
 
-    def _make_room(self, kind: LeaseKind) -> None:
-        for export in list(self._exports.values()):
-            if len(self._pinned[kind]) <= self._budget[kind]:
+    def _make_room(self, export: Export) -> None:
+        pinned, blocks, budget = self._pinned[export.kind], set(export.pinned), self._budget[export.kind]
+        for other in [other for other in self._exports.values() if other.kind is export.kind]:
+            if len(pinned) + len(blocks - pinned.keys()) <= budget:
                 return
-            if export.kind is kind:
-                self._end(export)
+            self._end(other)
 
     def _grant(
         self, export: Export, start: int, tokens: int, connection: Hashable, seconds: float, served: bool
@@ -492,7 +492,12 @@ class ExportTable:
             self._free(export)  # first: if it raises, nothing has changed
         export.ended, self._retained = True, None
         del self._exports[export.id]
-        self._uncount(export.kind, ids)
+        pinned = self._pinned[export.kind]
+        for i in ids:
+            if left := pinned[i] - 1:
+                pinned[i] = left
+            else:
+                pinned.pop(i)  # ``del`` is Python code of Counter
         for block_hash in export.block_hashes:
             holders = self._by_hash[block_hash]
             holders.remove(export)
@@ -516,16 +521,11 @@ class ExportTable:
             self._unready = [each for each, done in zip(self._unready, over, strict=True) if not done]
 
     def _free(self, export: Export) -> None:
+        if not export.pinned:
+            return
+        self._free_when_ready(export)
         if export.kind in _LEASED_ONCE:
-            self._uncount(export.kind, export.pinned)
-        if export.pinned:
-            self._free_when_ready(export)
-            export.pinned = []
-
-    def _uncount(self, kind: LeaseKind, ids: list[int]) -> None:
-        pinned = self._pinned[kind]
-        for i in ids:
-            if left := pinned[i] - 1:
-                pinned[i] = left
-            else:
-                pinned.pop(i)  # ``del`` is Python code of Counter
+            pinned = self._pinned[export.kind]
+            pinned.subtract(export.pinned)
+            self._pinned[export.kind] = +pinned
+        export.pinned = []
