@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import contextmanager
 
 import pytest
 from store_process import Store
@@ -263,16 +264,23 @@ def test_store_client_reconnects_and_drops_old_leases(server, client, path):
 
 def test_store_client_pending_requests_fail_when_store_dies(path, connect):
     """A server that takes questions and never answers, then goes."""
+    with greeted(path, connect) as (client, sock):
+        pending = [client.stat() for _ in range(5)]
+        assert not any(p.outcome for p in pending)
+        sock.close()
+        assert all("Connection reset" in outcome(p).reason for p in pending)
+
+
+@contextmanager
+def greeted(path, connect):
+    """A client, and the socket of its server, which has welcomed it and says nothing by itself."""
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)
         listener.listen()
         client = connect(lookup_timeout=30)
         sock = _greet(listener)
         eventually(lambda: client.connected)
-        pending = [client.stat() for _ in range(5)]
-        assert not any(p.outcome for p in pending)
-        sock.close()
-        assert all("Connection reset" in outcome(p).reason for p in pending)
+        yield client, sock
 
 
 def _greet(listener: socket.socket) -> socket.socket:
@@ -327,12 +335,7 @@ def test_store_client_that_was_stopped_itself_reads_before_it_gives_up(server, c
 
 def test_store_client_late_answer_fails_alone(path, connect, reactor):
     """What it leases and reserves is given back: no other code knows of it."""
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(path)
-        listener.listen()
-        client = connect(lookup_timeout=30)
-        sock = _greet(listener)
-        eventually(lambda: client.connected)
+    with greeted(path, connect) as (client, sock):
         late = client.lookup(NAMESPACE_ID, BLOCK_HASHES, 0, EVERYTHING)
         late_too = client.reserve(NAMESPACE_ID, b"", *items_of(BLOCK_HASHES), EVERYTHING)
         stat = client.stat()
