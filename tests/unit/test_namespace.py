@@ -71,6 +71,12 @@ def test_namespace_has_one_name_of_fp8():
     assert of(cache={"cache_dtype": names[1]}).mismatch(of(cache={"cache_dtype": names[2]}))
 
 
+def test_namespace_of_per_token_head_cache_has_another_version():
+    """Stores may hold blocks of engines in which vLLM had overwritten the scales of what they loaded."""
+    for name in ("fp8_per_token_head", "int8_per_token_head", "int4_per_token_head"):
+        assert of(cache={"cache_dtype": name}).cache_dtype.startswith(f"{name}.2/")
+
+
 def test_namespace_of_checkpoint_with_quantized_kv_does_not_depend_on_the_number_of_ranks():
     """vLLM's layers write "fp8" into the configuration in place of "auto"."""
     found = []

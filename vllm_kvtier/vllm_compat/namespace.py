@@ -91,6 +91,8 @@ def _cache_dtype(vllm_config: Any) -> str:
     by_layers = vllm_config.model_config.use_mla or getattr(vllm_config.quant_config, "kv_cache_scheme", None)
     if chosen and by_layers:
         return "auto or fp8"
+    if name.endswith("_per_token_head"):
+        return f"{name}.2"  # the first version's stores may hold scales that vLLM had overwritten
     return "fp8" if name == "fp8_e4m3" else name  # the same: ModelOpt's checkpoints have it with "auto"
 
 
