@@ -35,6 +35,7 @@ from vllm_kvtier.vllm_compat.hooks.interpreter import SwitchInterval
 from vllm_kvtier.vllm_compat.hooks.step_pause import end_pause
 from vllm_kvtier.vllm_compat.layout.context_parallel import context_shard
 from vllm_kvtier.vllm_compat.layout.kv_layout import cache_view
+from vllm_kvtier.vllm_compat.layout.token_scale import make_scale_views
 from vllm_kvtier.vllm_compat.probe import features
 from vllm_kvtier.vllm_compat.stats import KVTierPromMetrics, KVTierStats, build
 from vllm_kvtier.vllm_compat.worker_info import (
@@ -251,6 +252,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         link = self._find_link() if spans_nodes(config) else LinkPlace(self._link)
         if link is None or not link.endpoint or self._info.unsupported:
             return
+        make_scale_views(kv_caches, config)
         rank, device = rank_in_engine(), cache_device(kv_caches)
         shard = context_shard(config.parallel_config)
         self._drafts = self._info.speculates and in_last_stage()

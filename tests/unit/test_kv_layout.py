@@ -134,23 +134,6 @@ def test_kv_layout_with_several_tokens_per_state():
 
 
 @new_layouts
-def test_kv_layout_with_scales_within_cells():
-    spec = full(
-        dtype=torch.uint8,
-        kv_quant_mode=spec_module.KVQuantMode.FP8_PER_TOKEN_HEAD,
-        state_content_bytes=2 * (8 + 4),
-    )
-    config = new_config(3, "LBNHC", group("a", spec))
-    caches = allocate(config, "LBNHC")
-    view = cache_view(
-        caches, config, config_of("TRITON_ATTN", "a", cache_dtype="fp8_per_token_head"), "cpu"
-    )
-    (r,) = view.groups[0].regions
-    assert (r.inner, r.dtype) == (24, "fp8_per_token_head:fp8_per_token_head")
-    assert_bhnc(view, caches)
-
-
-@new_layouts
 @pytest.mark.parametrize("isa", ["vec", "amx"])
 def test_kv_layout_cpu_pages_are_opaque_with_packing(isa):
     config = new_config(3, "LBHNC", group("a", full(block_size=32, heads=2, size=32)))

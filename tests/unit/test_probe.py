@@ -32,6 +32,7 @@ REQUEST = "vllm.v1.request:Request"
 CORE = "vllm.v1.engine.core:EngineCoreProc"
 CONFIG = "vllm.config:VllmConfig"
 SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+MAKE_SCALES = "vllm.v1.attention.backends.triton_attn:TritonAttentionImpl._ensure_scale_caches"
 FAILED_LOADS = f"{SCHEDULER}.failed_recving_kv_req_ids"
 
 
@@ -233,6 +234,21 @@ def evicts_more(vllm):
     vllm.put(f"{POOL}.evict_blocks", lambda self, ids: self.cached_block_hash_to_block._cache.clear())
 
 
+def scales_set_twice(vllm):
+    real = checks.find(MAKE_SCALES)
+
+    def make(self, kv_cache):
+        self._k_scale_cache = None
+        real(self, kv_cache)
+
+    vllm.put(MAKE_SCALES, make)
+
+
+def scales_beside_the_cache(vllm):
+    real = checks.find(MAKE_SCALES)
+    vllm.put(MAKE_SCALES, lambda self, kv_cache: real(self, kv_cache.clone()))
+
+
 BEHAVIOUR = [
     ("connector interface", new_abstract_method),
     ("connector interface", another_parameter),
@@ -265,6 +281,8 @@ BEHAVIOUR = [
     ("adapters in block hashes", names_of_requests),
     ("inputs of embeddings", lambda vllm: vllm.put(f"{CONFIG}._resolve_mm_embedding_inputs", lambda self: None)),
     ("virtual blocks", lambda vllm: vllm.put(f"{HASHES}:resolve_kv_cache_block_sizes", lambda *of: (24, 24))),
+    ("scales per token and head", scales_set_twice),
+    ("scales per token and head", scales_beside_the_cache),
     ("Triton's compiled kernels", lambda vllm: vllm.remove("triton.compiler:CompiledKernel._init_handles")),
 ]
 

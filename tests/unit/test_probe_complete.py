@@ -82,6 +82,9 @@ ROOTS = {
         "spec": SPEC, "module": "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase",
         "self.module": NONE, "owner": NONE,
     },
+    "vllm_compat/layout/token_scale.py": {
+        "vllm_config": VLLM, "impl": "vllm.v1.attention.backends.triton_attn:TritonAttentionImpl",
+    },
     "vllm_compat/namespace.py": {"vllm_config": VLLM},
     "vllm_compat/options.py": {"vllm_config": VLLM, "part": NONE, "option": NONE, "value": NONE},
     "vllm_compat/requests.py": {"request": REQUEST, "lora": LORA, "hash_fn": NONE},

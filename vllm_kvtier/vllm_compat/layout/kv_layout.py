@@ -25,6 +25,7 @@ from vllm_kvtier.vllm_compat.layout.cpu_page_layout import cpu_page_layout, pack
 from vllm_kvtier.vllm_compat.layout.groups import cache_kind, common_kind, followed, layer_spec
 from vllm_kvtier.vllm_compat.layout.kv_fields import ATTENTION, MLA, token_fields
 from vllm_kvtier.vllm_compat.layout.state_layout import check_words, is_state, state_region
+from vllm_kvtier.vllm_compat.layout.token_scale import scale_fault
 from vllm_kvtier.vllm_compat.probe.features import granted, refused
 from vllm_kvtier.vllm_compat.probe.row import Feature
 from vllm_kvtier.wire.geometry import Field, GroupView, Region
@@ -182,6 +183,8 @@ def _regions(
             f"{spec.block_size} tokens"
         )
     backend = _backend(vllm_config, layer)
+    if "PER_TOKEN_HEAD" in _quant(spec):
+        _check_scale(layer, backend.module)
     isa = _isa(backend, spec, _cache_dtype(spec, vllm_config))
     shape, packing = _cells(layer, shape, spec, backend, isa)
     cell_tokens = spec.block_size // (ratio * shape.tokens[0])
@@ -212,6 +215,14 @@ def _regions(
                 region = msgspec.structs.replace(region, fields=mine)
             regions.append(region)
     return regions
+
+
+def _check_scale(layer: str, module: Any) -> None:
+    if not granted(Feature.TOKEN_SCALE):
+        why = refused(Feature.TOKEN_SCALE)
+        raise UnsupportedLayout(f"layer {layer}: scales per token and head are not supported ({why})")
+    if fault := scale_fault(module):
+        raise UnsupportedLayout(f"layer {layer}: {fault}")
 
 
 def _permuted_fields(

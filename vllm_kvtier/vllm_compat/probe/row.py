@@ -30,6 +30,7 @@ class Feature(enum.Enum):
     PROMPTS = "questions about prompts (kvtier doctor --prompt, pin, warm)"
     ADAPTERS = "sharing of LoRA adapters' KV"
     CODECS = "codecs"
+    TOKEN_SCALE = "KV caches with scales per token and head"
     CPU_CACHE = "KV caches of CPUs"
     CPU_CODECS = "codecs on CPUs"
     CONTEXT_PARALLEL = "context parallelism"

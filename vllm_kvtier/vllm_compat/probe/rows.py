@@ -19,6 +19,7 @@ _BLOCK = f"{_HASHES}:KVCacheBlock"
 _REQUEST = "vllm.v1.request:Request"
 _EVENTS = "vllm.distributed.kv_events"
 _RANKS = "vllm.distributed.parallel_state"
+_TRITON = "vllm.v1.attention.backends.triton_attn:TritonAttentionImpl"
 
 
 def _all(path: str, names: str) -> tuple[str, ...]:
@@ -394,6 +395,12 @@ ROWS: tuple[Row, ...] = (
             f"{_CACHE}:AttentionSpec.tokens_per_state": Absence(1, since=(0, 29, 0)),
             f"{_CACHE}:MLAAttentionSpec.compress_ratio": Absence(1, until=(0, 29, 0)),
         },
+    ),
+    Row(
+        "scales per token and head", Feature.TOKEN_SCALE,
+        "a layer makes them once, in its cells, and can be made to before a step", Side.WORKER, late=True,
+        names=_all(_TRITON, "_k_scale_cache _v_scale_cache"), sets={_TRITON: "_is_per_token_head_quant"},
+        calls=((f"{_TRITON}._ensure_scale_caches", 2, ()),), trial=trials.token_scale, tried=(_TRITON,),
     ),
     Row(
         "kernels of CPU attention", Feature.CPU_CACHE, "which order of a page they choose", Side.WORKER, late=True,

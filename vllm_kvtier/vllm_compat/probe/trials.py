@@ -333,6 +333,25 @@ def _none_hash() -> Iterator[None]:
         del hashes.NONE_HASH
 
 
+def token_scale() -> None:
+    import torch
+
+    module = find("vllm.v1.attention.backends.triton_attn")
+    impl = object.__new__(module.TritonAttentionImpl)
+    impl._is_per_token_head_quant = True
+    shape = getattr(module.TritonAttentionBackend, "get_kv_cache_shape", None)  # 0.29 on: [B, H, N, C] everywhere
+    sizes = shape(2, 16, 2, 8, "int8_per_token_head") if shape else (2, 2, 16, 2 * (8 + 4))
+    layer = SimpleNamespace(impl=impl, kv_cache=torch.zeros(sizes, dtype=torch.int8))
+    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={"layer": layer}))
+    make = find("vllm_kvtier.vllm_compat.layout.token_scale:make_scale_views")
+    make(["layer"], config)
+    fault = find("vllm_kvtier.vllm_compat.layout.token_scale:scale_fault")(layer)
+    expect(not fault, fault)
+    layer.kv_cache.fill_(7)
+    make(["layer"], config)
+    expect(bool((layer.kv_cache == 7).all()), "a layer sets its scales twice")
+
+
 def virtual_blocks() -> None:
     spec = SimpleNamespace(block_size=_HASH_BLOCK_SIZE, dcp_sharded=True)
     config = SimpleNamespace(
