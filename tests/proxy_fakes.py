@@ -373,6 +373,11 @@ class Cluster:
     def core(self):
         return self.app.core
 
+    @property
+    def requests(self) -> set[asyncio.Task[None]]:
+        """The proxy's tasks for requests under way, which uvicorn cancels at its end."""
+        return set(self._proxy.server_state.tasks)
+
     async def chat(self, *texts: str, headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
         """A turn whose messages alternate between user and assistant."""
         return await self.client.post(
@@ -384,6 +389,20 @@ class Cluster:
         with anyio.fail_after(seconds):
             while not condition():
                 await asyncio.sleep(0.005)
+
+
+@contextlib.contextmanager
+def unanswered(port: int):
+    """Connections to ``port`` are neither taken nor refused: the backlog of its listener is full."""
+    with contextlib.ExitStack() as sockets:
+        listener = sockets.enter_context(socket.socket())
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", port))
+        listener.listen(0)
+        for filler in [sockets.enter_context(socket.socket()) for _ in range(3)]:
+            filler.setblocking(False)
+            filler.connect_ex(("127.0.0.1", port))
+        yield
 
 
 def turn(*texts: str, **fields: Any) -> dict[str, Any]:

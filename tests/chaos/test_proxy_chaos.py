@@ -6,9 +6,10 @@ import socket
 
 import httpx
 import pytest
-from proxy_fakes import Cluster, alone, events, text_of, turn
+from proxy_fakes import Cluster, FakeEngine, alone, events, text_of, turn, unanswered
 
 from vllm_kvtier.proxy.config import EngineAddress, ProxyConfig
+from vllm_kvtier.proxy.engines import engine as engine_module
 from vllm_kvtier.proxy.engines import export_release
 from vllm_kvtier.proxy.engines.engine import Engine, EngineFailure
 
@@ -16,6 +17,16 @@ from vllm_kvtier.proxy.engines.engine import Engine, EngineFailure
 async def begin_stream(c: Cluster, *texts: str, **fields) -> httpx.Response:
     request = c.client.build_request("POST", "/v1/chat/completions", json=turn(*texts, stream=True, **fields))
     return await c.client.send(request, stream=True)
+
+
+async def until_asked(c: Cluster, engine: FakeEngine) -> None:
+    """Send requests until ``engine`` gets one; all are served."""
+    before = len(engine.seen)
+    for i in range(10):
+        assert (await c.chat(f"{before} {i}")).status_code == 200
+        if len(engine.seen) > before:
+            return
+    raise AssertionError("it gets no requests")
 
 
 async def within(seconds: float, awaitable):
@@ -59,22 +70,41 @@ async def test_stalled_prefill_engine_meets_deadline_and_is_aborted():
         await within(5, c.p[0].seen[0].aborted.wait())
 
 
-async def test_prefill_retry_uses_another_engine_and_backoff_grows():
+async def test_prefill_retry_uses_another_engine_and_backoff_grows(monkeypatch):
+    monkeypatch.setattr(engine_module, "_ERROR_SECONDS", 0.0)
     async with Cluster(p=2) as c:
         c.p[0].status = 500
-        for i in range(4):
-            reply = await c.chat(f"u{i}")
-            assert reply.status_code == 200
+        for _ in range(6):
+            await until_asked(c, c.p[0])
             await c.until(lambda: c.core.prefill[0].healthy)
-        sick = len(c.p[0].seen)
-        assert sick >= 2 and c.core.prefill[0].failures == sick, (
-            "a good probe does not make up for bad requests"
-        )
+        assert c.core.prefill[0].failures == 2, "a good probe does not make up for bad requests"
         c.p[0].status = 200
-        await c.until(lambda: c.core.prefill[0].healthy)
-        while len(c.p[0].seen) == sick:
-            await c.chat(f"more {len(c.p[1].seen)}")
+        await until_asked(c, c.p[0])
         assert c.core.prefill[0].failures == 0
+
+
+async def test_requests_that_fail_at_prefill_engines_only_do_not_take_them_from_others(monkeypatch):
+    """As pictures of a host that refuses the prefill engines, and not the decode engine."""
+    monkeypatch.setattr(engine_module, "_ERROR_SECONDS", 0.0)
+    async with Cluster(p=2) as c:
+        for i in range(8):
+            c.p[0].status = c.p[1].status = 500
+            assert (await c.chat(f"bad {i}")).status_code == 200 and alone(c.d[0].seen[-1])
+            c.p[0].status = c.p[1].status = 200
+            assert (await c.chat(f"good {i}")).status_code == 200 and not alone(c.d[0].seen[-1])
+
+
+async def test_errors_in_a_row_count_as_the_engines_own_only_after_a_while(monkeypatch):
+    """Else a client's burst would take the engine from requests that it computes."""
+    monkeypatch.setattr(engine_module, "_ERROR_SECONDS", 1000.0)
+    async with Cluster() as c:
+        c.p[0].status = 500
+        for i in range(10):
+            assert (await c.chat(f"u{i}")).status_code == 200
+        assert len(c.p[0].seen) == 10 and c.core.prefill[0].healthy
+        monkeypatch.setattr(engine_module, "_ERROR_SECONDS", 0.0)
+        await c.chat("the last")
+        assert not c.core.prefill[0].healthy
 
 
 async def test_prefill_engine_with_failing_health_stays_unavailable():
@@ -245,8 +275,10 @@ async def test_request_that_an_engine_refuses_while_it_ends_is_sent_elsewhere(bo
 
 @pytest.mark.parametrize("how", ["aborts", "answers 500"])
 @pytest.mark.parametrize("restarts", [False, True])
-async def test_engine_that_answers_keeps_its_cache_until_it_restarts(how, restarts):
+async def test_engine_that_answers_keeps_its_cache_until_it_restarts(how, restarts, monkeypatch):
     """/pause and /abort_requests abort requests of an engine that lives on."""
+    monkeypatch.setattr(engine_module, "_ERRORS", 1)
+    monkeypatch.setattr(engine_module, "_ERROR_SECONDS", 0.0)
     async with Cluster(d=2) as c:
         await c.chat("u1")
         home = c.d[0] if c.d[0].seen else c.d[1]
@@ -315,13 +347,32 @@ async def test_request_that_all_engines_answer_with_500_makes_none_unavailable()
         await c.until(lambda: [engine.healthy for engine in c.core.decode] == [False, True, True])
 
 
-async def test_decode_engine_that_answers_500_to_what_another_serves_becomes_unavailable():
+async def test_decode_engine_that_only_answers_500_to_what_another_serves_becomes_unavailable(monkeypatch):
+    monkeypatch.setattr(engine_module, "_ERROR_SECONDS", 0.0)
     async with Cluster(p=0, d=2, backoff_initial=60, backoff_max=60) as c:
-        c.d[0].status = 500
-        for text in "abc":
-            assert (await c.chat(text)).status_code == 200
+        for status in (500, 500, 200, 500, 500):
+            c.d[0].status = status
+            await until_asked(c, c.d[0])
+        assert c.core.decode[0].healthy, "it served one"
+        for i in range(4):
+            assert (await c.chat(f"v{i}")).status_code == 200
         assert [engine.healthy for engine in c.core.decode] == [False, True]
-        assert len(c.d[0].seen) == 1
+        assert len(c.d[0].seen) == 6
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/messages"])
+async def test_engine_that_only_does_light_work_is_no_engine_that_serves(path, monkeypatch):
+    """Its API server may answer what its core cannot."""
+    monkeypatch.setattr(engine_module, "_ERROR_SECONDS", 0.0)
+    async with Cluster(p=0, d=2, backoff_initial=60, backoff_max=60) as c:
+        for _ in range(3):
+            c.d[0].status = 500
+            await until_asked(c, c.d[0])
+            c.d[0].status, c.d[1].status = 200, 500
+            reply = await c.client.request("POST" if "messages" in path else "GET", path, json={})
+            assert reply.status_code == 200
+            c.d[1].status = 200
+        assert c.core.decode[0].healthy == (path == "/v1/messages")
 
 
 # ---------------------------------------------------------------- clients that leave
@@ -354,22 +405,12 @@ async def test_client_leaving_during_connect_to_decode_engine_releases_export():
     """After the prefill and before the decode request, only the proxy can release the export."""
     async with Cluster(connect_timeout=30) as c:
         await c.d[0].kill()
-        with socket.socket() as listener:
-            # A backlog that is full: the kernel leaves further connections unanswered.
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(("127.0.0.1", c.d[0].port))
-            listener.listen(0)
-            fillers = [socket.socket() for _ in range(3)]
-            for filler in fillers:
-                filler.setblocking(False)
-                filler.connect_ex(("127.0.0.1", c.d[0].port))
+        with unanswered(c.d[0].port):
             asked = asyncio.create_task(c.chat("u1"))
             await c.until(lambda: c.p[0].seen and c.core.prefill[0].outstanding == 0)
             asked.cancel()
             assert (await within(5, c.released.get())).export == "secret-export-P0-1"
             await c.until(lambda: c.core.decode[0].outstanding == 0)
-            for filler in fillers:
-                filler.close()
 
 
 async def test_client_leaving_during_stream_aborts_decode():

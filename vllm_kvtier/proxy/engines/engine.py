@@ -2,11 +2,12 @@
 
 An engine that fails is unavailable for a backoff time, which doubles with each failure, and then until a health probe
 succeeds. Only a successful request resets the failure count, so that an engine whose probes succeed while its requests
-fail is used less and less. Healthy engines are not probed.
+fail is used less and less. Healthy engines are not probed, but after an answer of 5xx.
 """
 
 import asyncio
 import re
+import time
 from collections.abc import Callable
 
 from vllm_kvtier.logs import get_logger
@@ -28,6 +29,10 @@ __all__ = ["AnswerTooLarge", "AnswersFull", "Engine", "EngineFailure", "EngineSl
 
 
 _RANK = re.compile(r"_dp\d+$")  # which vLLM adds to the id of each data-parallel rank
+
+# So many answers of 5xx in a row to what others served, over so many seconds, are the engine's and not the requests'.
+# The seconds let others' requests succeed there: one client can send any number of requests that fail at once.
+_ERRORS, _ERROR_SECONDS = 3, 10.0
 
 
 class Engine:
@@ -56,6 +61,8 @@ class Engine:
         self.drained = False
         self.leaving = False
         self.failures = 0
+        self._errors = 0  # answers of 5xx since its last success, to requests that another engine served
+        self._first_error = 0.0  # monotonic seconds
         #: Requests here whose prefill has not ended; and whether an engine can pull from here while it prefills.
         self.followed_prefills = 0
         self.can_be_followed = False
@@ -156,7 +163,7 @@ class Engine:
         return await self._http.ask(method, path, body, headers, timeout, repeatable)
 
     def succeeded(self) -> None:
-        self.failures = 0
+        self.failures = self._errors = 0
         self.confirmed = True
         if not self.healthy:
             self._reinstate()
@@ -187,6 +194,18 @@ class Engine:
     def probe_in_background(self) -> None:
         """Send a health probe. Until it ends, the engine is used, but does not make the proxy ready."""
         self._prober = asyncio.create_task(self._first_probe(), name=f"probe {self.role} {self.index}")
+
+    def erred(self) -> None:
+        """It answered 5xx to a request that another engine served. That, too, may be by the request: a media host may
+        refuse one engine and not the other. So a probe decides, unless it has served nothing for a while."""
+        now = time.monotonic()
+        self._first_error = self._first_error if self._errors else now
+        self._errors += 1
+        if self._errors < _ERRORS or now - self._first_error < _ERROR_SECONDS:
+            self.check()
+            return
+        reason = f"{self} answered 5xx {self._errors} times in a row to requests that others served"
+        self.mark_unavailable(reason, may_have_restarted=False)
 
     def check(self) -> None:
         """Probe it: its last answer was an error, its own or the request's."""
@@ -232,6 +251,7 @@ class Engine:
 
     def _reinstate(self) -> None:
         self.healthy = True
+        self._errors = 0
         self._end_probing()
         logger.warning("kvtier: proxy: %s engine %s is available again", self.role, self.url)
         self.on_change(self)

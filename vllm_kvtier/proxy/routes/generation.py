@@ -7,8 +7,8 @@ Failures and their handling:
 * The prefill engine fails or is late: it becomes unavailable and another one is tried. After that, the
   decode engine computes the prompt, or pulls from another decode engine that has the conversation. If the prefill
   engine does not serve the route (404, 405) or is full (429), the decode engine computes the prompt.
-* An engine answers 5xx: another one is tried, too. If one serves the request, those before it become unavailable; else
-  it may be the request (vLLM answers 500 if it cannot fetch a picture), and they are probed.
+* An engine answers 5xx: another one is tried, too, and the first is probed, as it may be the request (vLLM answers 500
+  if it cannot fetch a picture). If others serve what it answers so, and it nothing, it becomes unavailable.
 * An engine answers another 4xx: the client gets that answer.
 * The decode engine fails, is late or answers 5xx before the client got a byte: the next one gets the same params. If
   the first already pulled the export, the next one computes. The first may have started the request, but closing its
@@ -311,7 +311,7 @@ class Generation(EngineRequest):
         engine.succeeded()
         for suspect in self._suspects:
             if suspect is not engine:
-                suspect.mark_unavailable(f"{suspect} answered 5xx, and {engine} did not", may_have_restarted=False)
+                suspect.erred()
         self._suspects.clear()
         self._decode_engine = engine
         self._trace |= {"decode": engine.url, "attempts": self._attempts}

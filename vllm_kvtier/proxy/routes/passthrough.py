@@ -245,7 +245,8 @@ class Passthrough(EngineRequest):
         reply = await engine.ask(method, path, body, self._headers, timeout, repeatable=self._idempotent)
         answer = None
         try:
-            if reply.status < 500:
+            engine.confirmed |= reply.status < 500
+            if reply.status < 400 and self._rule.role != "any":
                 engine.succeeded()
             self._learn(reply)
             length = reply.headers.get("content-length", "")
