@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import re
 
 import pytest
 from proxy_fakes import Cluster, FakeEngine, turn
@@ -350,6 +351,25 @@ async def test_proxy_metrics_count_outcomes():
         assert values[f'kvtier_proxy_engine_in_flight{{engine="{c.d[0].url}",role="decode"}}'] == "0.0"
         assert values['kvtier_proxy_queue{role="decode"}'] == "0.0" and values["kvtier_proxy_ready"] == "1.0"
         assert float(values["kvtier_proxy_prompt_tokens_total"]) > 0
+
+
+@pytest.mark.parametrize(("how", "outcome"), [("the client leaves", "client_left"), ("the proxy ends", "broken")])
+async def test_stream_without_its_end_is_not_counted_as_served(how, outcome):
+    async with Cluster() as c:
+        c.d[0].gate = asyncio.Semaphore(1)
+        request = c.client.build_request("POST", "/v1/chat/completions", json=turn("u1", stream=True))
+        reply = await c.client.send(request, stream=True)
+        await anext(reply.aiter_raw())
+        if how == "the client leaves":
+            await reply.aclose()
+        else:
+            for task in c.requests:
+                task.cancel()
+        await asyncio.wait_for(c.d[0].seen[0].aborted.wait(), 5)
+        page = (await c.client.get("/metrics")).text
+        counted = re.findall(r'kvtier_proxy_requests_total{outcome="(\w+)",route="/v1/chat/completions"} 1.0', page)
+        assert counted == [outcome]
+        assert c.core.state()["counts"].get("clients_left", 0) == (outcome == "client_left")
 
 
 async def test_proxy_counts_known_prompt_tokens():

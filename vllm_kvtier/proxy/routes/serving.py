@@ -120,9 +120,10 @@ class Serving:
                 logger.exception("kvtier: proxy: internal error; the request is answered with 500")
                 answer = refusal(500, "The proxy failed; see its log for this request's id.", "internal_error")
             try:
+                self._outcome = "broken"  # unless it is sent to its end
                 await self._send(send, answer)
-            finally:
                 self._outcome = _outcome(answer)
+            finally:
                 await answer.aclose()
         except ClientGone:
             self._outcome = "client_left"
