@@ -229,9 +229,16 @@ async def test_passthrough_invalid_body_reaches_no_engine(path, body):
 
 
 @pytest.mark.parametrize(
-    ("path", "option"), [("/v1/models", "probe_timeout"), ("/v1/responses/resp_1?stream=true", "first_byte_timeout")]
+    ("path", "body", "option"),
+    [
+        ("/v1/models", None, "probe_timeout"),
+        ("/v1/responses/resp_1?stream=true", None, "first_byte_timeout"),
+        ("/v1/messages", {"stream": True}, "first_byte_timeout"),
+        ("/v1/responses", {"stream": True}, "first_byte_timeout"),
+        ("/v1/messages", {"stream": False}, "answer_timeout"),
+    ],
 )
-async def test_stored_response_may_begin_late(path, option, monkeypatch):
+async def test_answers_have_time_to_begin_by_their_kind(path, body, option, monkeypatch):
     """An engine that takes longer than a timeout is taken for unavailable."""
     given = []
 
@@ -242,7 +249,7 @@ async def test_stored_response_may_begin_late(path, option, monkeypatch):
     async with Cluster() as c:
         ask_engine = Engine.ask
         monkeypatch.setattr(Engine, "ask", ask)
-        assert (await c.client.get(path)).status_code == 200
+        assert (await c.client.request("POST" if body else "GET", path, json=body)).status_code == 200
         assert given == [getattr(c.core.config, option)]
 
 

@@ -106,6 +106,7 @@ class Passthrough(EngineRequest):
         self._rule = rule
         self._headers = incoming.for_engines("content-type", "accept", "anthropic-version", "anthropic-beta")
         self._idempotent = rule.idempotent
+        self._stream = False  # whether the body asks for one
         self._response: str | None = stored[1] if (stored := _STORED.fullmatch(incoming.path)) else None
 
     async def answer(self, body: bytes) -> Answer:
@@ -136,6 +137,7 @@ class Passthrough(EngineRequest):
         if not self._rule.salted:
             return msgspec.json.encode(fields) if has_media else body
         remove_transfer_fields(fields)
+        self._stream = read_field(fields, "stream") is True
         salt, self._response = read_field(fields, "cache_salt"), read_field(fields, "previous_response_id")
         if salt is not None and not (isinstance(salt, str) and salt):
             raise BadRequest("cache_salt must be a non-empty string if given.", param="cache_salt")
@@ -237,7 +239,7 @@ class Passthrough(EngineRequest):
     async def _ask_one(self, engine: Engine, slot: EngineSlot, body: bytes | None) -> Answer:
         """Raises EngineFailure."""
         config, method, query = self._config, self._incoming.method, self._incoming.query
-        timeout = config.answer_timeout
+        timeout = config.first_byte_timeout if self._stream else config.answer_timeout
         if method == "GET":
             # A response that is still computed may be read as a stream, which begins with its first event.
             timeout = config.probe_timeout if self._rule.role == "any" else config.first_byte_timeout
