@@ -5,7 +5,7 @@ import logging
 import re
 
 import pytest
-from proxy_fakes import Cluster, FakeEngine, turn
+from proxy_fakes import Cluster, FakeEngine, turn, unanswered
 
 from vllm_kvtier.errors import ConfigError
 from vllm_kvtier.proxy.engines.engine_http import EngineFailure
@@ -192,6 +192,15 @@ async def test_invalid_reload_keeps_old_configuration():
                 and not before.leaving
             )
         assert (await c.chat("u1")).status_code == 200
+
+
+async def test_reload_applies_connect_timeout_to_engines_in_use():
+    async with Cluster(p=0, connect_timeout=1000) as c:
+        await c.chat("u1")
+        await c.d[0].kill()
+        c.core.apply(c.config(connect_timeout=0.05))
+        with unanswered(c.d[0].port):
+            assert (await asyncio.wait_for(c.chat("u2"), 10)).status_code == 503
 
 
 async def test_reload_applies_weights_limits_and_serves_waiting():

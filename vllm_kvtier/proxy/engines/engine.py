@@ -89,6 +89,7 @@ class Engine:
         # Keys that the proxy checks are not forwarded to engines.
         self._forwards_keys = config.api_keys_file is None
         self._config = config
+        self._http.connect_timeout = config.connect_timeout
 
     def __str__(self) -> str:
         return f"The {self.role} engine {self.url}"

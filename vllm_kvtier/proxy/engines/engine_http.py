@@ -8,7 +8,7 @@ import errno
 import io
 import socket
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -112,10 +112,10 @@ class EngineHttp:
 
     def __init__(self, engine: Any, address: EngineAddress, connect_timeout: float):
         """Raises ConfigError if the address's certificates or key cannot be read."""
+        self.connect_timeout = connect_timeout  # may be changed
         self._engine = engine
         self._url = address.url
         self._tls = _tls(address)
-        self._connect_timeout = connect_timeout
         self._session: aiohttp.ClientSession | None = None
         self._closed = False
 
@@ -145,8 +145,10 @@ class EngineHttp:
     async def _ask_once(self, method: str, path: str, body: bytes | None, headers: dict[str, str]) -> Reply:
         data = io.BytesIO(body) if body is not None and len(body) > _MAX_PLAIN_BODY_BYTES else body
         response = await self._connected().request(
-            method, self._url + path, data=data, headers=headers, allow_redirects=False
-        )
+            method, self._url + path, data=data, headers=headers, allow_redirects=False,
+            # No total timeout: answers may be large and slow, and their reads have deadlines.
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=self.connect_timeout),
+        )  # fmt: skip
         try:
             first = await response.content.readany()
         except BaseException:
@@ -165,10 +167,8 @@ class EngineHttp:
                     keepalive_timeout=_KEEPALIVE_SECONDS,
                     ssl=self._tls,
                     socket_factory=_socket,
-                    resolver=_Resolver(self._connect_timeout),
+                    resolver=_Resolver(lambda: self.connect_timeout),
                 ),
-                # No total timeout: answers may be large and slow, and their reads have deadlines.
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_timeout),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 # An HTTP_PROXY of the environment is not meant for engines that the operator names.
                 trust_env=False,
@@ -187,10 +187,10 @@ class EngineHttp:
 
 
 class _Resolver(aiohttp.ThreadedResolver):
-    """While DNS does not answer within ``seconds``, its last answer stays valid: connections are new every few seconds,
-    and all engines would be unavailable. A name that it does not have any more is no address."""
+    """While DNS does not answer within ``seconds()``, its last answer stays valid: connections are new every few
+    seconds, and all engines would be unavailable. A name that it does not have any more is no address."""
 
-    def __init__(self, seconds: float):
+    def __init__(self, seconds: Callable[[], float]):
         super().__init__()
         self._seconds = seconds
         self._known: dict[tuple, list] = {}
@@ -198,7 +198,7 @@ class _Resolver(aiohttp.ThreadedResolver):
     async def resolve(self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET) -> list:
         name = host, port, family
         try:
-            async with time_limit(self._seconds):
+            async with time_limit(self._seconds()):
                 self._known[name] = await super().resolve(host, port, family)
         except OSError as error:  # a TimeoutError, too
             if name not in self._known or error.errno in (socket.EAI_NONAME, socket.EAI_NODATA):
