@@ -238,13 +238,44 @@ vllm:kvtier_load_seconds_sum{engine="0",kind="ok"} 1.0
 vllm:kvtier_load_seconds_sum{engine="0",kind="failed"} 1.0
 vllm:kvtier_loaded_tokens_total{engine="0",kind="host"} 100000.0
 """
-    shares = load_costs.shares(page)
-    assert shares == (0.0, pytest.approx(0.2), *load_costs.DEFAULT[2:])
+    assert shares(page) == (0.0, pytest.approx(0.1), *load_costs.DEFAULT[2:])
     promoted = b"vllm:kvtier_promotion_wait_seconds_sum 8.0\nvllm:kvtier_promotion_wait_tokens_total 200000.0\n"
-    assert load_costs.shares(page + promoted)[2:] == (pytest.approx(0.6),) * 3
+    assert shares(page + promoted)[2:] == (pytest.approx(0.5),) * 3
     slow = page.replace(b'kind="ok"} 1.0', b'kind="ok"} 99.0')
-    assert load_costs.shares(slow) == (0.0, 1.0, 1.0, 1.0, 1.0), "the engine would compute instead"
-    assert load_costs.shares(b"junk\nvllm:kvtier_load_seconds_sum nan\n") == load_costs.DEFAULT
+    assert shares(slow) == (0.0, 1.0, 1.0, 1.0, 1.0), "the engine would compute instead"
+    assert shares(b"junk\nvllm:kvtier_load_seconds_sum nan\n") == load_costs.DEFAULT
+
+
+def shares(page):
+    measured = load_costs.Measured()
+    measured.read(page)
+    return measured.shares
+
+
+def totals(prefill, load, *, failed=0.0, tokens=100_000):
+    """A page of metrics: seconds of each kind, and tokens of both."""
+    return f"""vllm:request_prefill_time_seconds_sum{{engine="0"}} {prefill}
+vllm:request_prefill_kv_computed_tokens_sum{{engine="0"}} {tokens}
+vllm:kvtier_load_seconds_sum{{engine="0",kind="ok"}} {load}
+vllm:kvtier_load_seconds_sum{{engine="0",kind="failed"}} {failed}
+vllm:kvtier_loaded_tokens_total{{engine="0",kind="host"}} {tokens}
+""".encode()
+
+
+def test_load_costs_are_of_good_loads_since_they_were_last_measured():
+    measured = load_costs.Measured()
+    for page, host in [
+        (totals(0.1, 0.05, tokens=500), 0.1),  # too few: the default
+        (totals(10.0, 5.0, failed=30.0), 0.5),
+        (totals(20.0, 6.0, failed=60.0, tokens=200_000), 0.1),
+        (totals(20.1, 6.1, failed=90.0, tokens=200_500), 0.1),  # too few since
+        (totals(30.0, 8.0, failed=90.0, tokens=300_000), 0.2),
+        (totals(10.0, 3.0), 0.3),  # it has restarted
+        (b"", 0.3),  # no answer
+        (totals(20.0, 7.0, tokens=200_000), 0.4),
+    ]:
+        measured.read(page)
+        assert measured.shares[1] == pytest.approx(host)
 
 
 # -- the subscriber ------------------------------------------------------------------------------------------------

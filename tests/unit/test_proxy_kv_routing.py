@@ -241,14 +241,14 @@ async def test_costs_of_engines_that_left_are_forgotten(monkeypatch):
     monkeypatch.setattr("vllm_kvtier.proxy.kv_events.load_costs._INTERVAL", 0.0)
     task = asyncio.create_task(costs.measure(engines))
     async with time_limit(10):
-        while list(costs._shares) != ["http://10.0.0.9"]:
+        while list(costs._measured) != ["http://10.0.0.9"]:
             await asyncio.sleep(0)
     task.cancel()
 
 
 async def test_engines_measure_what_loading_costs(monkeypatch):
     page = b"vllm:request_prefill_time_seconds_sum 10.0\nvllm:request_prefill_kv_computed_tokens_sum 100000.0\n"
-    page += b"vllm:kvtier_load_seconds_sum 5.0\nvllm:kvtier_loaded_tokens_total 100000.0\n"
+    page += b'vllm:kvtier_load_seconds_sum{kind="ok"} 5.0\nvllm:kvtier_loaded_tokens_total{kind="host"} 100000.0\n'
 
     async def read(engine):
         return page

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 
@@ -292,7 +293,7 @@ def test_kv_events_policy_weighs_tiers_and_load():
     assert w.first() == (0, 600)
     for each in held:
         each.release()
-    w.events.load_costs._shares[w.d[1].url] = (0.0, 1.0, 1.0, 1.0, 1.0)
+    w.events.load_costs._measured[w.d[1].url] = SimpleNamespace(shares=(0.0, 1.0, 1.0, 1.0, 1.0))
     assert w.first() == (2, 100), "measured: this engine loads no faster than it computes"
 
 
