@@ -62,6 +62,7 @@ _HITS, _MISSES = rate("E.hits_total"), rate("E.misses_total")
 _TTFT = f"sum by (le) (rate(vllm:time_to_first_token_seconds_bucket{{{_E}}}{_R}))"
 _WRONG = metric("E.integrity_failures_total", 'kind="host"')
 _M = 'tier="mooncake"'
+_CLIENTS = 'route!~"/(health|ready|metrics)"'  # not those of monitoring
 _NO_FAILURE = (("green", 0), ("red", 0.5))
 _ALL_UP = (("red", 0), ("green", 1))
 
@@ -222,10 +223,13 @@ ROWS: dict[str, list[Panel]] = {
         Panel("Loads: expected and actual", "s", {"{{kind}}": rate("E.load_decision_seconds_total", "kind")}),
     ],
     "Proxy": [
-        Panel("Requests by outcome", "reqps", {"{{outcome}}": rate("X.requests_total", "outcome")}, stack=True),
+        Panel("Requests by outcome", "reqps", {
+            "{{outcome}}": rate("X.requests_total", "outcome", _CLIENTS),
+        }, stack=True),
         Panel("First byte and whole answer", "s", {
-            "first byte p50": quantile(0.5, "X.first_byte_seconds"),
-            "first byte p99": quantile(0.99, "X.first_byte_seconds"), "answer p99": quantile(0.99, "X.request_seconds"),
+            "first byte p50": quantile(0.5, "X.first_byte_seconds", more=_CLIENTS),
+            "first byte p99": quantile(0.99, "X.first_byte_seconds", more=_CLIENTS),
+            "answer p99": quantile(0.99, "X.request_seconds", more=_CLIENTS),
             "prefill p99": quantile(0.99, "X.prefill_seconds"),
         }),
         Panel("Queues", "short", {"{{role}}": total("X.queue", "role")},

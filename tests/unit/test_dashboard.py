@@ -180,7 +180,9 @@ FIRES = {
     "KvtierProxyNotReady": ({'kvtier_proxy_ready{instance="p"}': "1x5 0x20"}, "10m"),
     "KvtierProxyTooBusy": (
         {'kvtier_proxy_requests_total{instance="p",route="r",outcome="ok"}': "0+90x60",
-         'kvtier_proxy_requests_total{instance="p",route="r",outcome="too_busy"}': "0+10x60"}, "30m",
+         'kvtier_proxy_requests_total{instance="p",route="r",outcome="too_busy"}': "0+10x60",
+         # Those of monitoring are many, and none of them waits.
+         'kvtier_proxy_requests_total{instance="p",route="/ready",outcome="ok"}': "0+900x60"}, "30m",
     ),
     "KvtierProxyEngineUnavailable": (
         {'kvtier_proxy_engine_up{instance="p",role="decode",engine="http://d"}': "1x5 0x20"}, "20m",
