@@ -393,7 +393,8 @@ class Exports(RuleBasedStateMachine):
         assert self.table.expire() is None
         self.table.take_freed()
         assert not any(self.table.counts().values())
-        assert not self.table._by_hash and not self.table._by_connection
+        indices = *self.table._by_kind.values(), *self.table._by_last.values(), self.table._by_hash
+        assert not any(indices) and not self.table._by_connection
 
 
 Exports.TestCase.settings = settings(settings.default, stateful_step_count=40)

@@ -1,8 +1,10 @@
 """The random lives of ``test_store_lives``, while our functions raise at any place: all leases and loads balance, and
 each load that vLLM waits for comes to an end."""
 
+import itertools
 import sys
 from collections import deque
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +16,7 @@ from offloader_harness import GROUPS as OFFLOADED
 from offloader_harness import Engine as Offload
 from source_fakes import bare_identity, load_results
 from support import WITHOUT_SHRINKING
+from test_exports import HASH_BLOCK_SIZE, one_export
 from test_store_lives import Life
 from test_sync_load_lives import Connector, make  # noqa: F401
 from test_sync_load_lives import Life as EngineLife
@@ -25,6 +28,7 @@ from vllm_kvtier.connector import KVTierConnector
 from vllm_kvtier.containment import Containment
 from vllm_kvtier.jobs.results import LoadResult
 from vllm_kvtier.scheduler.connector_scheduler import KVTierConnectorScheduler
+from vllm_kvtier.scheduler.leases.exports import Export, ExportTable, GroupBlocks, LeaseKind
 from vllm_kvtier.scheduler.matching.provenance import Provenance
 from vllm_kvtier.telemetry.stats import Counters
 from vllm_kvtier.vllm_compat.connector_types import WorkerReport
@@ -321,3 +325,27 @@ def test_internal_errors_while_offloading_release_all_blocks(groups, seed, share
         engine.bounds()
     engine.raiser.count = -1
     engine.end()
+
+
+def test_exports_are_counted_right_after_an_error_in_any_function():
+    raiser, numbers = Raiser(), set()
+    for count in itertools.count():
+        table = ExportTable(HASH_BLOCK_SIZE, dict.fromkeys(LeaseKind, 20))
+        for n in range(1, 4):
+            table.add(one_export(str(n), [n] * (6 * HASH_BLOCK_SIZE), 10 * n))
+        cached = Export("", LeaseKind.STRETCH, 4, (), b"", b"", [GroupBlocks(HASH_BLOCK_SIZE, [60])], [60], -1, 1e9)
+        lease = table.lease_cached(cached, 0, "x", 5.0, False)
+        turn = one_export("turn", [3] * (12 * HASH_BLOCK_SIZE), 100)
+        raiser.count = count
+        with suppress(RuntimeError):
+            raiser.run(lambda: (table.add(turn), table.release(lease.id, "x", True)))  # noqa: B023
+        here, counts = list(table._exports.values()), table.counts()
+        numbers.add(len(here))
+        assert counts["retained_blocks"] == len({i for export in here for i in export.pinned})
+        assert counts["stretch_blocks"] == counts["leases"] == len(cached.pinned)
+        table.clear()
+        table.release(lease.id, "x", True)
+        assert not any(table.counts().values()) and not table._by_hash
+        if raiser.count >= 0:
+            break
+    assert numbers == {3, 2, 1}

@@ -132,8 +132,12 @@ class ExportTable:
         self._clock = clock
         self._lock = threading.RLock()
         self._returned = threading.Condition(self._lock)  # a lease
-        self._exports: OrderedDict[str, Export] = OrderedDict()  # oldest first
-        self._by_hash: dict[bytes, list[Export]] = {}
+        # Oldest first: by id, by kind, by the hash of each full block, and by that of the last one. Thousands may begin
+        # with the same prompt: one that ends is not searched for among them.
+        self._exports: dict[str, Export] = {}
+        self._by_kind: dict[LeaseKind, OrderedDict[Export, None]] = {kind: OrderedDict() for kind in LeaseKind}
+        self._by_hash: dict[bytes, dict[Export, None]] = {}
+        self._by_last: dict[LeaseKind, dict[bytes, dict[Export, None]]] = {kind: {} for kind in LeaseKind}
         self._leases: dict[int, Lease] = {}
         self._by_connection: dict[Hashable, set[int]] = {}
         # By kind, how many exports have a block. Prompts that begin alike have blocks in common: they count once.
@@ -160,10 +164,13 @@ class ExportTable:
                 self._end_extended(export)
             self._make_room(export)
             self._exports[export.id], self._retained = export, None
+            self._by_kind[export.kind][export] = None
             self._pinned[export.kind].update(export.pinned)
             self._earliest = min(self._earliest, export.deadline)
             for block_hash in export.block_hashes:
-                self._by_hash.setdefault(block_hash, []).append(export)
+                self._by_hash.setdefault(block_hash, {})[export] = None
+            for block_hash in export.block_hashes[-1:]:
+                self._by_last[export.kind].setdefault(block_hash, {})[export] = None
             return True
 
     @property
@@ -207,10 +214,10 @@ class ExportTable:
         for seconds, stay."""
         with self._lock:
             got = 0
-            for export in list(self._exports.values()):
+            for export in list(self._by_kind[LeaseKind.RETAINED]):
                 if got >= blocks:
                     break
-                if export.kind is LeaseKind.RETAINED and not export.leases:
+                if not export.leases:
                     before = len(self._pinned[export.kind])
                     self._end(export)
                     got += before - len(self._pinned[export.kind])
@@ -226,8 +233,8 @@ class ExportTable:
         """Blocks that ``release_for_requests`` can free now, but for those that a request has too."""
         with self._lock:
             if self._retained is None:  # counted anew only after a change: requests that wait ask in every step
-                retained = (e for e in self._exports.values() if e.kind is LeaseKind.RETAINED and not e.leases)
-                self._retained = len({block for export in retained for block in export.pinned})
+                retained = self._by_kind[LeaseKind.RETAINED]
+                self._retained = len({block for e in retained if not e.leases for block in e.pinned})
             return self._retained
 
     def clear(self) -> None:
@@ -427,27 +434,31 @@ class ExportTable:
         """Exports whose block ``i`` is ``block_hashes[i]``, newest first."""
         return [
             export
-            for export in reversed(self._by_hash.get(block_hashes[i], ()))
+            for export in reversed(self._by_hash.get(block_hashes[i], {}))
             if export.lora_fingerprint == lora_fingerprint and export.block_hashes[i : i + 1] == [block_hashes[i]]
         ]
 
     def _end_extended(self, export: Export) -> None:
         """End the earlier turns of this conversation: all that readers find in them, they find in this export."""
-        hashes = export.block_hashes
-        if not hashes or not all(group.kind.whole_prefix for group in export.groups):
+        if not all(group.kind.whole_prefix for group in export.groups):
             return  # only at its own end an earlier turn has a window's blocks, or a state
-        for other in list(self._by_hash.get(hashes[0], ())):
-            length, same = len(other.block_hashes), other.lora_fingerprint == export.lora_fingerprint
-            if other.kind is LeaseKind.RETAINED and not other.leases and same:
-                if length <= len(hashes) and other.block_hashes[-1] == hashes[length - 1]:
+        by_last = self._by_last[export.kind]
+        for block_hash in filter(by_last.__contains__, export.block_hashes):
+            for other in list(by_last[block_hash]):
+                if not other.leases and other.lora_fingerprint == export.lora_fingerprint:
                     self._end(other)
 
     def _make_room(self, export: Export) -> None:
-        pinned, blocks, budget = self._pinned[export.kind], set(export.pinned), self._budget[export.kind]
-        for other in [other for other in self._exports.values() if other.kind is export.kind]:
-            if len(pinned) + len(blocks - pinned.keys()) <= budget:
-                return
-            self._end(other)
+        pinned, others, budget = self._pinned[export.kind], self._by_kind[export.kind], self._budget[export.kind]
+        if len(pinned) + len(export.pinned) <= budget:
+            return
+        blocks = set(export.pinned)
+        new = sum(i not in pinned for i in blocks)
+        while others and len(pinned) + new > budget:
+            oldest = next(iter(others))
+            ids = blocks.intersection(oldest.pinned)
+            self._end(oldest)
+            new += sum(i not in pinned for i in ids)
 
     def _grant(
         self, export: Export, start: int, tokens: int, connection: Hashable, seconds: float, served: bool
@@ -491,18 +502,20 @@ class ExportTable:
         if not export.leases:
             self._free(export)  # first: if it raises, nothing has changed
         export.ended, self._retained = True, None
-        del self._exports[export.id]
+        del self._exports[export.id], self._by_kind[export.kind][export]
         pinned = self._pinned[export.kind]
         for i in ids:
             if left := pinned[i] - 1:
                 pinned[i] = left
             else:
                 pinned.pop(i)  # ``del`` is Python code of Counter
-        for block_hash in export.block_hashes:
-            holders = self._by_hash[block_hash]
-            holders.remove(export)
-            if not holders:
-                del self._by_hash[block_hash]
+        hashes, by_last = export.block_hashes, self._by_last[export.kind]
+        for index, block_hashes in ((self._by_hash, hashes), (by_last, hashes[-1:])):
+            for block_hash in block_hashes:
+                holders = index[block_hash]
+                del holders[export]
+                if not holders:
+                    del index[block_hash]
 
     def _free_when_ready(self, export: Export) -> None:
         """Its blocks are freed when their checksums are made. One that is made later is of other content, under the
@@ -526,6 +539,9 @@ class ExportTable:
         self._free_when_ready(export)
         if export.kind in _LEASED_ONCE:
             pinned = self._pinned[export.kind]
-            pinned.subtract(export.pinned)
-            self._pinned[export.kind] = +pinned
+            for i in export.pinned:  # as in ``_end``; a function for both could raise when half is done
+                if left := pinned[i] - 1:
+                    pinned[i] = left
+                else:
+                    pinned.pop(i)
         export.pinned = []
