@@ -90,3 +90,15 @@ def test_lease_of_cached_blocks_ends_without_a_look_at_the_others(kind):
     count = looks(lambda: table.release(leases[OTHERS // 2].id, "reader", done=True))
     assert table.room(kind) == 10_000 - PREFIX - (OTHERS - 1) * OWN
     assert count <= LOOKS_A_BLOCK * (PREFIX + OWN)
+
+
+def test_lookup_that_finds_the_common_prompt_looks_at_one_export():
+    table, _ = filled(0)
+    hashes = [*export(1, LeaseKind.RETAINED).block_hashes[:PREFIX], BlockHash(b"own")]
+    leased = []
+    for call in (
+        lambda: leased.append(table.lease_by_hashes(hashes, b"", 0, "reader", 9.0).tokens),
+        lambda: leased.append(table.longest_prefix(hashes, b"")),
+    ):
+        assert looks(call) <= LOOKS_A_BLOCK * (PREFIX + 1)
+    assert leased == [PREFIX * SIZE] * 2

@@ -14,7 +14,7 @@ import math
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -430,13 +430,13 @@ class ExportTable:
 
     # -- under the lock ----------------------------------------------------------------------------------------
 
-    def _holders(self, block_hashes: Sequence[bytes], i: int, lora_fingerprint: bytes) -> list[Export]:
+    def _holders(self, block_hashes: Sequence[bytes], i: int, lora_fingerprint: bytes) -> Iterator[Export]:
         """Exports whose block ``i`` is ``block_hashes[i]``, newest first."""
-        return [
+        return (
             export
             for export in reversed(self._by_hash.get(block_hashes[i], {}))
             if export.lora_fingerprint == lora_fingerprint and export.block_hashes[i : i + 1] == [block_hashes[i]]
-        ]
+        )
 
     def _end_extended(self, export: Export) -> None:
         """End the earlier turns of this conversation: all that readers find in them, they find in this export."""
