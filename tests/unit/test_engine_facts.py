@@ -260,10 +260,19 @@ def test_engine_info_draft_lookahead_is_what_hashes_leave_out(configure, monkeyp
 
 
 @pytest.mark.parametrize(
-    "drafts, release, keeps", [(True, "0.32.0", False), (True, "0.33.0", True), (False, "0.32.0", True)]
-)
-def test_engine_info_keeps_sessions_without_drafts_or_from_vllm_0_33(configure, monkeypatch, drafts, release, keeps):
-    config = configure()
+    "drafts, release, hashes, keeps",
+    [
+        (True, "0.32.0", True, False), (True, "0.33.0", True, True), (False, "0.32.0", True, True),
+        (False, "0.31.0", False, False), (True, "0.34.0", False, False),
+    ],
+)  # fmt: skip
+def test_engine_info_keeps_sessions_whose_hashes_follow_and_no_drafts_or_from_vllm_0_33(
+    configure, monkeypatch, drafts, release, hashes, keeps
+):
+    """``hashes``: whether vLLM drops the hash of a token that the next input replaces."""
+    config, row = configure(), next(row for row in features.rows() if row.feature is features.Feature.SESSIONS)
+    state = features.State.OK if hashes else features.State.ABSENT
+    monkeypatch.setitem(features._results, row.name, features.Result(row, state))
     if drafts:
         config.speculative_config = SimpleNamespace(use_eagle=lambda: False, method="ngram", num_speculative_tokens=3)
     monkeypatch.setattr("vllm_kvtier.vllm_compat.version.installed_version", lambda: release)

@@ -249,6 +249,22 @@ def scales_beside_the_cache(vllm):
     vllm.put(MAKE_SCALES, lambda self, kv_cache: real(self, kv_cache.clone()))
 
 
+def tokens_in_a_copy(vllm):
+    vllm.put("vllm.v1.request:ConstantList", list)
+
+
+def session_keeps_hashes(vllm):
+    """As up to 0.31."""
+    real = checks.find(f"{SCHEDULER}._update_request_as_session")
+
+    def update(self, session, added):
+        kept = list(session.block_hashes)
+        real(self, session, added)
+        session.block_hashes[: len(kept)] = kept
+
+    vllm.put(f"{SCHEDULER}._update_request_as_session", update)
+
+
 BEHAVIOUR = [
     ("connector interface", new_abstract_method),
     ("connector interface", another_parameter),
@@ -257,7 +273,7 @@ BEHAVIOUR = [
     ("request", lambda vllm: vllm.put(f"{REQUEST}.num_tokens", property(lambda self: 0))),
     ("request", lambda vllm: vllm.rename_in_init(f"{REQUEST}.num_output_placeholders")),
     ("request", lambda vllm: vllm.rename_in_init(f"{REQUEST}.resumable")),
-    ("end of a prompt", lambda vllm: vllm.put("vllm.v1.request:ConstantList", list)),
+    ("end of a prompt", tokens_in_a_copy),
     ("block hashes", lambda vllm: vllm.put(f"{HASHES}:hash_block_tokens", lambda *a, **k: bytes(32))),
     ("block pool", lambda vllm: vllm.put(f"{POOL}.touch", lambda self, blocks: None)),
     ("block pool", lambda vllm: vllm.put(f"{POOL}.free_blocks", lambda self, blocks: None)),
@@ -276,6 +292,7 @@ BEHAVIOUR = [
     ("loop over waiting requests", lambda vllm: vllm.put(f"{SCHEDULER}.schedule", lambda self: None)),
     ("wake-up of the engine", lambda vllm: vllm.put(f"{CORE}._handle_client_request", lambda self, kind, request: 0)),
     ("preemption", lambda vllm: vllm.rename_in_init(f"{REQUEST}.drop_stale_output")),
+    ("sessions", session_keeps_hashes),
     ("KV events", events_of_another_form),
     ("hashes of a plain prompt", other_hashes),
     ("adapters in block hashes", names_of_requests),
@@ -293,7 +310,8 @@ def test_probe_row_fails_for_changed_behaviour(vllm, name, change):
         pytest.skip("not in this version")
     probe.clear()
     change(vllm)
-    assert_only(ROWS[name], {no_way_for_failures: FAILED_LOADS}.get(change, ""))
+    shared = {no_way_for_failures: FAILED_LOADS, tokens_in_a_copy: f"{REQUEST}._all_token_ids"}
+    assert_only(ROWS[name], shared.get(change, ""))
 
 
 def test_probe_every_trial_has_a_failing_case():

@@ -52,8 +52,9 @@ class EngineInfo:
     prefix_caching: bool = True  # vLLM's own; without it only hand-offs of prefills are read
     multimodal: bool = False  # vLLM also caches an encoder's outputs
     speculates: bool = False  # so that a step's sampling decides which state is behind its last token
-    # Whether KV of a session that gets more input (``Request.resumable``) is of its tokens. Before 0.33, vLLM counts
-    # tokens as computed that were sampled with a draft behind its stop and are replaced by the next input.
+    # Whether KV of a session that gets more input (``Request.resumable``) is of its hashes' tokens. Up to 0.31 vLLM
+    # keeps the hash of the sampled token that the next input replaces. Before 0.33 it counts tokens as computed that
+    # were sampled with a draft behind its stop and are replaced, too.
     keeps_sessions: bool = True
     # Tokens behind a position that KV of draft layers depends on there, and that its block's hash may not cover.
     draft_lookahead: int = 0
@@ -140,7 +141,8 @@ def engine_info(vllm_config: Any, kv_cache_config: Any, context_parallel: str = 
         prefix_caching=vllm_config.cache_config.enable_prefix_caching,
         multimodal=vllm_config.model_config.is_multimodal_model,
         speculates=vllm_config.speculative_config is not None,
-        keeps_sessions=vllm_config.speculative_config is None or check_supported() >= (0, 33, 0),
+        keeps_sessions=granted(Feature.SESSIONS)
+        and (vllm_config.speculative_config is None or check_supported() >= (0, 33, 0)),
         draft_lookahead=_draft_lookahead(vllm_config),
         in_flight=_in_flight(vllm_config),
         states_within_steps=any(saves_states_within_steps(theirs[g]) for g in ids),

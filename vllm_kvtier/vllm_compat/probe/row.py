@@ -24,6 +24,7 @@ class Feature(enum.Enum):
     PAUSED = "resets of a paused engine that has loads under way"
     PEER_FETCH = "peer fetch"
     SYNC_LOADS = "synchronous loads"
+    SESSIONS = "KV of sessions that get more input"
     EVENTS = "KV events"
     HIT_SOURCES = "vLLM's metrics of cache hits by source"
     HIDDEN_METRICS = "old names of renamed metrics"

@@ -329,6 +329,13 @@ ROWS: tuple[Row, ...] = (
         trial=trials.evict, tried=(f"{_POOL}.evict_blocks",),
     ),
     Row(
+        "sessions", Feature.SESSIONS, "the hashes of tokens that the next input replaces are dropped", since=(0, 32, 0),
+        trial=trials.session,
+        tried=(
+            f"{_SCHEDULER}._update_request_as_session", "vllm.v1.request:StreamingUpdate", f"{_REQUEST}._all_token_ids",
+        ),
+    ),
+    Row(
         "KV events", Feature.EVENTS, "events in vLLM's own form",
         fields={
             f"{_EVENTS}:BlockStored": "block_hashes parent_block_hash token_ids block_size lora_id medium lora_name "

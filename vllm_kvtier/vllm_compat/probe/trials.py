@@ -131,6 +131,23 @@ def block_hashes() -> None:
     expect(not set(plain) & set(salted), "a hash does not depend on what is before its block, or on the salt")
 
 
+def session() -> None:
+    """Up to 0.31 a block that was full only with the token that the next input replaces kept its hash."""
+    made = _request()
+    with _none_hash():
+        made.append_output_token_ids(_TOKENS[0])  # it fills a block, and is not computed
+        replaced = made.block_hashes[-1]
+        made.num_computed_tokens, made.status = made.num_tokens - 1, find("vllm.v1.request:RequestStatus.WAITING")
+        update = find("vllm.v1.request:StreamingUpdate")(
+            mm_features=None, prompt_token_ids=_TOKENS[1:3], max_tokens=1, arrival_time=0.0,
+            sampling_params=made.sampling_params,
+        )  # fmt: skip
+        scheduler = SimpleNamespace(hash_block_size=_HASH_BLOCK_SIZE, log_stats=False)
+        find("vllm.v1.core.sched.scheduler:Scheduler._update_request_as_session")(scheduler, made, update)
+    expect(made.num_tokens == len(_TOKENS) + 2, f"a session of {len(_TOKENS) + 2} tokens counts {made.num_tokens}")
+    expect(replaced not in made.block_hashes, "a session keeps the hash of a token that its next input replaced")
+
+
 def block_pool() -> None:
     vllm, ours, first = _pool()
     ids = [block.block_id for block in first]
