@@ -137,7 +137,7 @@ def test_events_name_the_groups_of_vllm():
 @pytest.mark.parametrize(("prompt", "usable"), [(3 * SIZE + 1, 3 * SIZE), (3 * SIZE, 2 * SIZE), (SIZE, 0)])
 def test_exports_and_loads_end_where_left_out_groups_hold_nothing(prompt, usable):
     """A ring collects the tokens behind the last boundary. The last token of a prompt is computed in any case."""
-    load = load_context([(SIZE, None)], SIZE, pool=BlockPool(FakePool(8, SIZE)), info={"left_behind": "RingSpec"})
+    load = load_context([(SIZE, None)], SIZE, pool=BlockPool(FakePool(8, SIZE)), info={"whole_blocks": True})
     assert load.engine.geometry.usable_tokens(prompt, prompt) == usable
     assert load.engine.geometry.lookup_tokens(prompt) // SIZE * SIZE == usable
     table = ExportTable(SIZE, dict.fromkeys(LeaseKind, 8))
@@ -167,7 +167,7 @@ def test_handoff_of_unknown_length_is_asked_up_to_where_exports_end(prompt, know
 
     peers = SimpleNamespace(ask=ask, follow=ask)
     load = load_context(
-        [(SIZE, None)], SIZE, peers, config=KVTierConfig(pull_threshold=1), info={"left_behind": "RingSpec"}
+        [(SIZE, None)], SIZE, peers, config=KVTierConfig(pull_threshold=1), info={"whole_blocks": True}
     )
     matcher = RequestMatcher(load, [FollowedPrefillSource(load), PrefillHandoffSource(load)])
     params = {"do_remote_prefill": True, "remote_host": "p", "remote_port": 1, "remote_request_id": "kvtier/e"}

@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # what reads one of these objects needs not import vLLM for t
 @dataclass(frozen=True)
 class BlockGeometry:
     """``hash_block_size``: tokens that a block hash covers. ``whole_blocks``: KV is complete only at multiples of
-    ``alignment``, because vLLM also has groups that are left out here (``vllm_compat.layout.groups``)."""
+    ``alignment`` (see ``vllm_compat.layout.groups``)."""
 
     groups: list[CacheGroup]
     hash_block_size: int

@@ -88,9 +88,8 @@ class SchedulerParts(ABC):
         )
         self._reactor = Reactor("kvtier-scheduler")
         self._link = LinkServer(self._reactor, link_path, lambda message: self._access.on_message(message))
-        left_behind = bool(info.left_behind)
         self._geometry = geometry = BlockGeometry(
-            info.groups, pool.hash_block_size, left_behind, info.draft_lookahead, info.in_flight
+            info.groups, pool.hash_block_size, info.whole_blocks, info.draft_lookahead, info.in_flight
         )
         engine = EngineContext(config, info, geometry, pool, self.counters, self._reactor, identity)
         # -- what other engines hold of ours

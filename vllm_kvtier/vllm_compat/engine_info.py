@@ -13,7 +13,7 @@ from vllm_kvtier.errors import UnsupportedLayout
 from vllm_kvtier.vllm_compat import kv_events, sleep
 from vllm_kvtier.vllm_compat import namespace as ns
 from vllm_kvtier.vllm_compat.layout.context_parallel import refuse_context
-from vllm_kvtier.vllm_compat.layout.groups import cache_group, followed, left_behind, saves_states_within_steps
+from vllm_kvtier.vllm_compat.layout.groups import cache_group, followed, saves_states_within_steps, whole_blocks
 from vllm_kvtier.vllm_compat.probe import trials
 from vllm_kvtier.vllm_compat.probe.features import granted, refused, value
 from vllm_kvtier.vllm_compat.probe.row import Feature
@@ -46,7 +46,7 @@ class EngineInfo:
     # vLLM's ids of ``groups``, and how many groups it has: see ``layout.groups``. None: it has these only.
     group_ids: list[int] | None = None
     num_groups: int = 1
-    left_behind: str = ""  # see ``layout.groups.left_behind``
+    whole_blocks: bool = False  # see ``layout.groups.whole_blocks``
     event_groups: list[tuple[int, str, int | None]] = field(default_factory=list)  # see ``kv_events.event_groups``
     supports_sync_load: bool = False  # whether a forward can wait for a load, and be rolled back if the load was wrong
     prefix_caching: bool = True  # vLLM's own; without it only hand-offs of prefills are read
@@ -119,7 +119,7 @@ def engine_info(vllm_config: Any, kv_cache_config: Any, context_parallel: str = 
         full_groups=[g for g, (_, kind) in enumerate(groups) if kind.whole_prefix],
         group_ids=None if len(ids) == len(theirs) else ids,
         num_groups=len(theirs),
-        left_behind=left_behind(kv_cache_config),
+        whole_blocks=whole_blocks(kv_cache_config),
         world_size=parallel.tensor_parallel_size
         * parallel.pipeline_parallel_size
         * parallel.prefill_context_parallel_size,

@@ -6,6 +6,8 @@ This package counts only groups that vLLM's prefix cache keeps. Its group g is v
 from collections.abc import Iterator
 from typing import Any
 
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
 from vllm_kvtier import cache_kinds
 from vllm_kvtier.cache_kinds import CacheGroup, CacheKind
 from vllm_kvtier.errors import UnsupportedLayout
@@ -18,11 +20,13 @@ def followed(kv_cache_config: Any) -> list[int]:
     return [g for g, group in enumerate(kv_cache_config.kv_cache_groups) if _transferred(group) and _cached(group)]
 
 
-def left_behind(kv_cache_config: Any) -> str:
-    """The specifications of groups that belong to a request without being in the prefix cache: KV that ends in the
-    middle of a block is not complete without them. "" if there are none."""
-    groups = [group for group in kv_cache_config.kv_cache_groups if _transferred(group) and not _cached(group)]
-    return ", ".join(dict.fromkeys(type(spec).__name__ for group in groups for spec in layer_specs(group)))
+def whole_blocks(kv_cache_config: Any) -> bool:
+    """Whether KV that ends in the middle of a block is not complete: groups belong to a request without being in the
+    prefix cache; or a number of another precision behind the end may be a NaN, which attention would multiply with 0.
+    vLLM clears new blocks then, up to 0.31 not those of a load. Later ones ask which groups the load fills."""
+    left_behind = any(_transferred(group) and not _cached(group) for group in kv_cache_config.kv_cache_groups)
+    uncleared = not hasattr(KVConnectorBase_V1, "get_loaded_kv_cache_group_ids")
+    return left_behind or (uncleared and bool(kv_cache_config.needs_kv_cache_zeroing))
 
 
 def _transferred(group: Any) -> bool:

@@ -179,7 +179,7 @@ ROWS: tuple[Row, ...] = (
         "KV cache groups", Feature.ALL, "their layers, blocks, windows, and which of the two layouts of tensors it is",
         Side.BOTH,
         fields={
-            f"{_CACHE}:KVCacheConfig": "num_blocks kv_cache_groups kv_cache_tensors",
+            f"{_CACHE}:KVCacheConfig": "num_blocks kv_cache_groups kv_cache_tensors needs_kv_cache_zeroing",
             f"{_CACHE}:KVCacheGroupSpec": "layer_names kv_cache_spec",
             f"{_CACHE}:KVCacheSpec": "block_size",
             f"{_CACHE}:AttentionSpec": "num_kv_heads head_size dtype kv_quant_mode",
