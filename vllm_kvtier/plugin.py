@@ -3,7 +3,7 @@
 from vllm_kvtier import dynamo
 from vllm_kvtier.errors import UnsupportedVLLM
 from vllm_kvtier.logs import get_logger
-from vllm_kvtier.vllm_compat.hooks import mm_embeddings
+from vllm_kvtier.vllm_compat.hooks import mm_embeddings, replaced_connector
 from vllm_kvtier.vllm_compat.hooks.mm_embeddings import CONNECTOR as CONNECTOR_NAME
 from vllm_kvtier.vllm_compat.version import check_supported
 
@@ -36,4 +36,5 @@ def register() -> None:
     except ValueError as error:  # it is registered already
         logger.debug("kvtier: plugin: %s: %s", CONNECTOR_NAME, error)
     mm_embeddings.install()
+    replaced_connector.install()
     dynamo.register(CONNECTOR_NAME)

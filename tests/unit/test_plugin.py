@@ -12,7 +12,7 @@ import pytest
 from vllm_kvtier import plugin
 from vllm_kvtier.errors import UnsupportedVLLM
 from vllm_kvtier.vllm_compat import version
-from vllm_kvtier.vllm_compat.hooks import mm_embeddings
+from vllm_kvtier.vllm_compat.hooks import mm_embeddings, replaced_connector
 
 FACTORY = "vllm.distributed.kv_transfer.kv_connector.factory"
 
@@ -36,7 +36,8 @@ def vllm(monkeypatch):
 
     def install(release: str | None, with_factory: bool = True) -> Factory:
         factory = Factory()
-        monkeypatch.setattr(mm_embeddings, "install", lambda: factory.hooked.append(release))
+        for hook in (mm_embeddings, replaced_connector):
+            monkeypatch.setattr(hook, "install", lambda: factory.hooked.append(release))
         monkeypatch.setattr(version, "installed_version", lambda: release)
         module = types.ModuleType(FACTORY)
         if with_factory:
@@ -67,7 +68,7 @@ def test_plugin_registers_connector_once(vllm, warnings, release):
     plugin.register()
     plugin.register()
     assert factory.registered == {"KVTierConnector": ("vllm_kvtier.connector", "KVTierConnector")}
-    assert factory.hooked == [release, release]
+    assert factory.hooked == [release] * 4, "two hooks, each installed twice"
     assert warnings() == []
 
 

@@ -66,6 +66,9 @@ ROOTS = {
     "vllm_compat/hooks/block_pool.py": {"pool": POOL, "self._pool": POOL, "block": BLOCK, "found": BLOCK},
     "vllm_compat/hooks/local_hits.py": {"manager": MANAGER, "request": NONE},
     "vllm_compat/hooks/mm_embeddings.py": {"config": VLLM, "vllm_config": VLLM},
+    "vllm_compat/hooks/replaced_connector.py": {
+        "config": VLLM, "VllmConfig": VLLM, "transfer": f"{CONFIG}:KVTransferConfig",
+    },
     "vllm_compat/hooks/idle_hook.py": {"engine": ENGINE, "connector": NONE, "scheduler": NONE},
     "vllm_compat/kv_events.py": {
         "vllm_config": VLLM, "kv_cache_config": f"{CACHE}:KVCacheConfig", "scheduler": SCHEDULER,

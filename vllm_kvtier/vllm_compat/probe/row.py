@@ -36,6 +36,7 @@ class Feature(enum.Enum):
     CPU_CODECS = "codecs on CPUs"
     CONTEXT_PARALLEL = "context parallelism"
     MM_EMBEDDINGS = "refusal of media without their embeddings"
+    REPLACEMENT = "warning about a connector that vLLM replaces (--kv-offloading-size)"
     LAUNCHER = "launches of compiled kernels without Triton's launcher"
 
 

@@ -439,6 +439,11 @@ ROWS: tuple[Row, ...] = (
         },
     ),
     Row(
+        "choice of a connector", Feature.REPLACEMENT, "the configuration makes it in this method",
+        calls=(("vllm.config:VllmConfig._post_init_kv_transfer_config", 1, ()),),
+        fields={"vllm.config:KVTransferConfig": "kv_connector kv_connector_extra_config"},
+    ),
+    Row(
         "Triton's compiled kernels", Feature.LAUNCHER, "function, shared memory and arguments of a compiled kernel",
         Side.WORKER, late=True, trial=trials.triton_kernels, tries="code", tried=("triton.compiler:CompiledKernel",),
     ),
