@@ -39,9 +39,10 @@ _parts: dict[str, tuple[str, str]] = {}
 def fix_hash_seed(vllm_config: Any) -> None:
     """Set a fixed prefix-cache seed, so that two engines agree; call before the engine core hashes.
 
-    Before vLLM 0.29 the seed is random per process unless PYTHONHASHSEED is set. With sha256 the seed need not be
-    secret. xxhash is not collision resistant, and a random seed protects tenants from each other: the seed stays, and
-    engines refuse each other's pulls with a message that names the fix.
+    Before vLLM 0.29 the seed is random per process unless PYTHONHASHSEED is set; later ones have a fixed seed of their
+    own, and get this one too, so that engines of all releases agree. With sha256 the seed need not be secret. xxhash is
+    not collision resistant, and a random seed protects tenants from each other: the seed stays, and engines refuse each
+    other's pulls with a message that names the fix.
     """
     algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
     if algorithm.startswith("sha256"):
