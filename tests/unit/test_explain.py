@@ -42,7 +42,7 @@ class World:
             explain=self._explain, instance="life", problem="", load_bytes=lambda tokens: tokens * 1000
         )
         make_request("r", TOKENS, HASH_BLOCK_SIZE)  # makes vLLM's seed
-        info = {"max_tokens": 1000, "hash_function": self._hash}
+        info = {"max_tokens": 1000}
         load = load_context(
             [(HASH_BLOCK_SIZE, None)], HASH_BLOCK_SIZE, config=KVTierConfig(**options), pool=BlockPool(self.pool),
             planner=self.planner, info=info, identity={"bytes_for": lambda tokens: tokens * 1000},
@@ -50,12 +50,6 @@ class World:
         self.jobs = []
         exports = SimpleNamespace(longest_prefix=lambda block_hashes, lora_fingerprint: 4)
         self.explainer = Explainer(load, exports, self.tier if tier else None, self.jobs.append)
-
-    @staticmethod
-    def _hash():
-        from vllm.utils.hashing import get_hash_fn_by_name
-
-        return get_hash_fn_by_name("sha256_cbor")
 
     def _explain(self, block_hashes, lora_fingerprint):
         self.asked.append((block_hashes, lora_fingerprint))
@@ -159,6 +153,14 @@ def test_explain_uses_salt_and_adapter_in_block_hashes(monkeypatch, tmp_path):
         world = World()
         world.explain(holding(0), adapter="style", cache_salt=salt)
         assert world.asked == [([bytes(each) for each in request.block_hashes], lora_fingerprint)]
+
+
+def test_explain_names_no_hashes_that_cover_tokens_behind_their_blocks():
+    world = World()
+    world.explainer._info.hash_lookahead = 1
+    world.cache(4)
+    found = world.explain()
+    assert not world.asked and found.gpu_cache == 0 and "cover tokens behind their blocks" in found.problem
 
 
 def test_explain_reports_only_lookup_windows():

@@ -424,7 +424,8 @@ def test_hashes_without_granted_feature_match_nothing(monkeypatch):
     refuse(monkeypatch, Feature.HANDOFFS)
     refuse(monkeypatch, Feature.PROMPTS)
     assert requests.tail_hash(request, 11, 4) != requests.tail_hash(request, 11, 4)
-    assert requests.hash_prompt(list(range(11)), "", None, 4) == []
+    info = SimpleNamespace(hash_lookahead=0, hash_function=lambda: None)
+    assert requests.hash_prompt(info, list(range(11)), "", 4) == []
 
 
 def test_hit_sources_without_granted_feature_are_empty(monkeypatch):

@@ -5,7 +5,7 @@ import hashlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.request import RequestStatus
@@ -13,6 +13,9 @@ from vllm.v1.request import RequestStatus
 from vllm_kvtier.vllm_compat.adapters import ADAPTERS
 from vllm_kvtier.vllm_compat.probe.features import granted
 from vllm_kvtier.vllm_compat.probe.row import Feature
+
+if TYPE_CHECKING:
+    from vllm_kvtier.vllm_compat.engine_info import EngineInfo
 
 _LORA_FINGERPRINT = "_kvtier_lora_fingerprint"
 _LEFT_TO_READER = "_kvtier_left_to_reader"
@@ -165,13 +168,14 @@ def prefix_digest(hashes: list[bytes], tail: bytes) -> bytes:
 
 
 def hash_prompt(
-    tokens: list[int], cache_salt: str, hash_fn: Any, hash_block_size: int, lora: Any = None
+    info: "EngineInfo", tokens: list[int], cache_salt: str, hash_block_size: int, lora: Any = None
 ) -> list[bytes]:
     """vLLM's block hashes of a plain text prompt (no multimodal items) with this salt. ``lora``: as a request's.
 
-    Empty if it is unknown how this vLLM hashes prompts.
+    Empty if it is unknown how this vLLM hashes prompts, or if its hashes cover tokens behind their blocks.
     """
-    return block_hashes_of(tokens, cache_salt, hash_fn, hash_block_size, lora) if granted(Feature.PROMPTS) else []
+    known = granted(Feature.PROMPTS) and not info.hash_lookahead
+    return block_hashes_of(tokens, cache_salt, info.hash_function(), hash_block_size, lora) if known else []
 
 
 def block_hashes_of(

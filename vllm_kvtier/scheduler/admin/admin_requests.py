@@ -65,7 +65,7 @@ class AdminRequests:
                 return
         hash_block_size = self._pool.hash_block_size
         tokens = question.tokens[: self._info.max_tokens]
-        block_hashes = hash_prompt(tokens, question.cache_salt, self._info.hash_function(), hash_block_size)
+        block_hashes = hash_prompt(self._info, tokens, question.cache_salt, hash_block_size)
         match question:
             case m.PinPrompt():
                 self._pin(question.question, question.pinned, block_hashes, answer)

@@ -74,7 +74,7 @@ class Explainer:
             lora, lora_fingerprint = found
         number, prompt = question.question, len(question.tokens)
         tokens = question.tokens[: self._info.max_tokens]
-        block_hashes = vr.hash_prompt(tokens, question.cache_salt, self._info.hash_function(), hash_block_size, lora)
+        block_hashes = vr.hash_prompt(self._info, tokens, question.cache_salt, hash_block_size, lora)
         pending = self._store.explain(block_hashes, lora_fingerprint) if self._store and block_hashes else None
 
         def on(outcome: object) -> None:
@@ -107,6 +107,8 @@ class Explainer:
             return self._info.unsupported
         if not granted(Feature.PROMPTS):
             return f"it is not known how this vLLM hashes prompts ({refused(Feature.PROMPTS)})"
+        if self._info.hash_lookahead:
+            return "this engine's block hashes cover tokens behind their blocks, those of this prompt are not known"
         if tokens > self._info.max_tokens:
             return f"the prompt has {tokens} tokens, this engine takes at most {self._info.max_tokens}"
         if self._store is None and uses_remote_store(self._config):
