@@ -24,11 +24,11 @@ import threading
 import time
 from collections import defaultdict
 from pathlib import Path
-from types import SimpleNamespace
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "tests"))
 
+import pytest  # noqa: E402
 from decode_harness import BLOCK, Calls, Engine, runner  # noqa: E402
 from shares import usage  # noqa: E402
 from store_process import Store  # noqa: E402
@@ -176,7 +176,7 @@ def main() -> None:
             store = Store(Path(folder))
             store.start("--size=256MiB")
             try:
-                engine = Engine(Calls(), store, ROOT, SimpleNamespace(setattr=setattr), number, 16)
+                engine = Engine(Calls(), store, ROOT, pytest.MonkeyPatch(), number, 16)
                 engine.names = ["first one"]
                 engine.begin()
                 engine.scheduler.finish_requests("first one", RequestStatus.FINISHED_ABORTED)

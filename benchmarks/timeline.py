@@ -5,6 +5,7 @@
     python benchmarks/timeline.py show /tmp/times --last 2      # the last two seconds
     python benchmarks/timeline.py steps /tmp/times --requests 64
     python benchmarks/timeline.py bursts /tmp/times --requests 64
+    python benchmarks/timeline.py series /tmp/times --requests 8
 
 ``run``: each Python process of the command loads this file at its start and wraps the methods of HOOKS when their
 module is imported. Each process writes a line a call to FOLDER/<pid>.jsonl: when it began (``time.perf_counter``, the
@@ -20,6 +21,10 @@ of the gap before it, the forward and the sampling, by engine. The first 200 suc
 ``bursts``: where so many requests came to an engine at once, medians of what happened in the 0.2 s from the first one
 on: the device's time in steps that compute prompts, when the last request was there, and each method's calls and
 milliseconds. The first burst of an engine is left out.
+
+``series``: where so many requests came to an engine one after the other, medians by their place in the series: from
+when a request was added until its first output was read in, and each method's milliseconds meanwhile, by thread (the
+engine's own or another, whose work takes the interpreter from it). The first series of an engine is left out.
 """
 
 import argparse
@@ -28,6 +33,7 @@ import functools
 import importlib.abc
 import importlib.util
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -58,6 +64,9 @@ HOOKS = {
     },
     "vllm_kvtier.scheduler.leases.lease_server": {"LeaseServer": "checksums_ready _grant _begin_following"},
     "vllm_kvtier.scheduler.leases.lease_client": {"LeaseClient": "_granted"},
+    "vllm_kvtier.scheduler.offload.store_jobs": {"StoreJobs": "_reserve_all reserved stored"},
+    "vllm_kvtier.worker.store.store_worker": {"StoreWorker": "store step collect _poll _send_stored"},
+    "vllm_kvtier.worker.store.copy_engine": {"CopyEngine": "_start"},
     "vllm_kvtier.worker.peer_fetch.fetch_jobs": {"PeerFetches": "start start_now _result"},
 }
 
@@ -266,6 +275,43 @@ def bursts(folder: Path, requests: int) -> None:
             print(f"    {method:50} {count:6.1f} {milliseconds:8.2f}")
 
 
+def series(folder: Path, requests: int) -> None:
+    for file in sorted(folder.glob(f"*{STEPS}")):
+        (connector,), *_ = [json.loads(line) for line in file.read_text().splitlines()]
+        calls = sorted(json.loads(line) for line in file.with_suffix(".jsonl").read_text().splitlines())
+        engine = next(call[4] for call in calls if call[2] == "EngineCore.add_request")
+        added = [call[0] for call in calls if call[2] == "EngineCore.add_request"]
+        groups: list[list[float]] = []
+        for before, at in pairwise([-math.inf, *added]):
+            if at - before > BURST_PAUSE:
+                groups.append([])
+            groups[-1].append(at)
+        groups = [group for group in groups if len(group) == requests][1:]
+        print(f"{file.stem} {connector}, {len(groups)} series")
+        if not groups:
+            continue
+        for place in range(requests):
+            found = [_until_output(calls, group[place], engine) for group in groups]
+            names = sorted({name for _, took in found for name in took})
+            cells = {name: statistics.median(took.get(name, 0.0) for _, took in found) for name in names}
+            print(f"  {place + 1}: {statistics.median(whole for whole, _ in found):.2f} ms")
+            print("".join(f"      {name:60} {took:8.2f}\n" for name, took in cells.items() if took >= 0.05), end="")
+
+
+def _until_output(calls: list[list[Any]], start: float, engine: str) -> tuple[float, dict[str, float]]:
+    """Milliseconds from then until a step's output was read in that the engine had scheduled since, and of each
+    method meanwhile."""
+    took: dict[str, float] = {}
+    scheduled = False
+    for begin, seconds, method, _, thread in calls[bisect.bisect_left(calls, [start]) :]:
+        name = f"{'' if thread == engine else '(another thread) '}{method}"
+        took[name] = took.get(name, 0.0) + 1e3 * seconds
+        scheduled |= method == "GPUModelRunner.execute_model"
+        if scheduled and method == "Scheduler.update_from_output":
+            return 1e3 * (begin + seconds - start), took
+    return math.nan, took
+
+
 def _prompt_steps(rows: list[list[float]], requests: int) -> list[list[list[float]]]:
     """Steps that compute more than a token a request, by burst: those between which few others ran."""
     groups: list[list[list[float]]] = []
@@ -296,6 +342,9 @@ def main() -> None:
     four = todo.add_parser("bursts")
     four.add_argument("folder", type=Path)
     four.add_argument("--requests", type=int, default=64, help="that come at once")
+    five = todo.add_parser("series")
+    five.add_argument("folder", type=Path)
+    five.add_argument("--requests", type=int, default=8, help="that come one after the other")
     args = parser.parse_args()
     if args.todo == "show":
         show(args.folder, args.last)
@@ -303,6 +352,8 @@ def main() -> None:
         steps(args.folder, args.requests)
     elif args.todo == "bursts":
         bursts(args.folder, args.requests)
+    elif args.todo == "series":
+        series(args.folder, args.requests)
     else:
         sys.exit(run(args.folder, args.command))
 

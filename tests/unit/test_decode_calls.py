@@ -58,7 +58,7 @@ REQUEST = {
     "get_num_new_matched_tokens": 55,
     "update_state_after_alloc": 13,
     "build_connector_meta": 36,
-    "get_kv_connector_stats": 1,
+    "get_kv_connector_stats": 4,  # of the steps behind the last request, until all is stored: each reports
     "request_finished_all_groups": 90,  # 43 where nothing waits for the store: a busy machine's does
 }
 ALL_OF_REQUEST = 217
@@ -66,7 +66,7 @@ THREAD_CALLS_A_STORED_BLOCK = 3.2  # of ``kvtier-scheduler``, which reserves and
 # All blocks of such requests, which are stored together: the model runner issues their copies and polls them.
 LOT = {
     ("runner", "get_transfer_results"): 200,
-    ("kvtier-worker-0", ""): 240,  # 80 if the store answers at once: busy, it answers in up to three messages
+    ("kvtier-worker-0", ""): 300,  # 80 if the store answers at once: busy, it answers in up to three messages
     ("kvtier-worker-0", "wakes"): 24,
 }
 RUNNER_POLLS = 150  # get_transfer_results, in a step in which it polls copies

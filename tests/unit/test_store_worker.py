@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 import threading
 import time
 from types import SimpleNamespace
@@ -75,6 +76,7 @@ def worker(monkeypatch):
             pass
 
     monkeypatch.setattr(store_worker, "StoreMemory", FakePool)
+    monkeypatch.setattr(store_worker, "FIRST_STEP_PAUSE", math.inf)  # steps follow each other, however slow the test
     reactor = Reactor("test-tiering")
     told, finished = [], []
     view = SimpleNamespace(groups=[group_view(0, 16)], device=SimpleNamespace(type="cpu"))
@@ -238,7 +240,27 @@ def test_stores_wait_while_a_forward_is_launched(worker):
     eventually(lambda: worker.told, 5.0, "stored after all")
     worker.tier.launching = time.monotonic()
     worker.tier.step(2, "fence 2")
-    assert not worker.tier._launches()
+    assert worker.tier.launching == -math.inf, "the launch has ended"
+
+
+def test_no_store_begins_right_behind_first_step(worker, monkeypatch):
+    """A request waits for its token then; behind the steps that follow it stores begin at once."""
+    monkeypatch.setattr(store_worker, "FIRST_STEP_PAUSE", 60.0)
+    monkeypatch.setattr(store_worker, "AFTER_FIRST_STEP", 60.0)
+    worker.tier.on_device = True
+    worker.tier._engine.stores._batch_delay = 0.0
+    worker.tier.step(1, "fence 1")
+    store(worker, 1, step=1)
+    eventually(lambda: worker.tier._engine.stores.nbytes, 5.0, "it is queued")
+    worker.tier.collect()
+    assert not worker.copier.calls
+    worker.tier._no_stores_until = time.monotonic()  # the moment has passed
+    worker.tier.step(2, "fence 2")
+    worker.tier._stores_at = -math.inf
+    worker.tier.collect()
+    assert [call[0] for call in worker.copier.calls] == ["store"]
+    worker.tier.step(3, "fence 3")
+    assert not worker.tier._holds_stores(), "steps follow each other"
 
 
 def test_device_copies_are_polled_without_next_step(worker):

@@ -48,11 +48,12 @@ from vllm_kvtier.vllm_compat import requests as vr
 from vllm_kvtier.wire import link as m
 
 # Blocks are reserved together: every thread that handles a message takes the interpreter from the engine's. A long
-# prompt reserves at once, so that its copy begins behind its forward; a short one and an ended request soon, because
-# other requests may begin with them; generated blocks in large lots, unless vLLM is short of blocks and would have them
-# before they are copied.
-RESERVE_AT_BLOCKS = 32, 256  # of a batch with blocks of prompts or ended requests, and without
-RESERVE_AFTER_STEPS = 8, 64  # the same
+# prompt reserves at once, so that its copy begins behind its forward; short ones and ended requests a few steps later,
+# because other requests may begin with them, but behind the steps of prompts that came together; generated blocks in
+# large lots, unless vLLM is short of blocks and would have them before they are copied.
+RESERVE_AT_BLOCKS = 512  # of a batch, or this share of the blocks that may be pinned, if they are fewer
+RESERVE_AT_SHARE = 1 / 2
+RESERVE_AFTER_STEPS = 8, 64  # of a batch with blocks of prompts or ended requests, and without
 MAX_REWINDS = 2
 STATE_NOT_KEPT = "state_not_kept"  # behind whole blocks, so that no prompt could be loaded
 # Without room, each step checks so many ended requests (and this part of them) with blocks to offer again, and drops
@@ -88,6 +89,7 @@ class Offloader:
         self._hash_block_size, self._by_position = engine.geometry.hash_block_size, engine.geometry.by_position
         self._speculates = engine.info.speculates
         self._max_pinned = int(pool.num_blocks * config.store_inflight_share)
+        self._reserve_at = min(RESERVE_AT_BLOCKS, int(self._max_pinned * RESERVE_AT_SHARE))
         self._step_tokens = step_tokens
         # Free blocks that are left for a step when blocks of ended requests are pinned again.
         self._spare = min(self._taken_blocks(step_tokens), pool.num_blocks // 4)
@@ -367,10 +369,9 @@ class Offloader:
         """Have the collected blocks reserved, once that is worth a message."""
         scarce = self._pool.free_count() < self._spare
         for key, batch in list(self._open.items()):
-            kind = 0 if batch.soon or scarce else 1
-            late = self._step - batch.since >= RESERVE_AFTER_STEPS[kind]
-            if now or late or batch.count >= RESERVE_AT_BLOCKS[kind]:
-                self.jobs.ask(batch, self.events, now)
+            late = self._step - batch.since >= RESERVE_AFTER_STEPS[0 if batch.soon or scarce else 1]
+            if now or late or batch.count >= self._reserve_at:
+                self.jobs.ask(batch, self.events)
                 del self._open[key]
                 if self.events is not None:
                     self.events.send_labels(batch.namespace_id, batch.raws)  # behind the reservations

@@ -150,16 +150,13 @@ class StoreJobs:
 
     # -- scheduler's thread ----------------------------------------------------------------------------------------
 
-    def ask(self, batch: Batch, events: Events | None, now: bool) -> None:
+    def ask(self, batch: Batch, events: Events | None) -> None:
         """Have the reactor's thread reserve the blocks of ``batch``, which is that thread's own from now on. ``events``
-        sends labels again that the store may have lost. ``now``: no step is launched."""
+        sends labels again that the store may have lost."""
         reserve = partial(self._reserve_all, batch, events)
         with self._quiet:
             self._sent += -(-batch.count // MAX_ITEMS)
-        if now:
-            self._reactor.call_soon(reserve)
-        else:
-            self._reactor.call_within(RESERVE_WITHIN, reserve)
+        self._reactor.call_within(RESERVE_WITHIN, reserve)
 
     def cut_flights(self, short: int, held_once: Callable[[list[int]], int]) -> None:
         """Have the workers skip the ends of the newest jobs, as far as no request uses their blocks, to free ``short``
