@@ -371,7 +371,7 @@ class Offloader:
         for key, batch in list(self._open.items()):
             late = self._step - batch.since >= RESERVE_AFTER_STEPS[0 if batch.soon or scarce else 1]
             if now or late or batch.count >= self._reserve_at:
-                self.jobs.ask(batch, self.events)
+                self.jobs.ask(batch, self.events, now)
                 del self._open[key]
                 if self.events is not None:
                     self.events.send_labels(batch.namespace_id, batch.raws)  # behind the reservations

@@ -36,8 +36,9 @@ MALFORMED = "malformed_answer"
 INTERNAL_ERROR = "internal_error"
 STORE_UNAVAILABLE, BLOCKS_NEEDED, INFLIGHT_LIMIT = "store_unavailable", "blocks_needed", "inflight_limit"
 # Seconds after which blocks that a step collected are reserved: when its forward has been launched, mostly, and vLLM
-# waits for the device. Before, the threads that handle the messages would take the interpreter from the launch.
-RESERVE_WITHIN = 4e-3
+# waits for the device; and those of the last requests: when their output has been sent. Before, the threads that handle
+# the messages would take the interpreter from vLLM's.
+RESERVE_WITHIN = 4e-3, 1e-3
 _REFUSALS = {EXISTS: STORED_ALREADY, NO_ROOM: "store_full", NO_PARENT_STORED: PARENT_NOT_STORED}
 
 
@@ -150,13 +151,13 @@ class StoreJobs:
 
     # -- scheduler's thread ----------------------------------------------------------------------------------------
 
-    def ask(self, batch: Batch, events: Events | None) -> None:
+    def ask(self, batch: Batch, events: Events | None, idle: bool) -> None:
         """Have the reactor's thread reserve the blocks of ``batch``, which is that thread's own from now on. ``events``
-        sends labels again that the store may have lost."""
+        sends labels again that the store may have lost. ``idle``: no step is launched."""
         reserve = partial(self._reserve_all, batch, events)
         with self._quiet:
             self._sent += -(-batch.count // MAX_ITEMS)
-        self._reactor.call_within(RESERVE_WITHIN, reserve)
+        self._reactor.call_within(RESERVE_WITHIN[idle], reserve)
 
     def cut_flights(self, short: int, held_once: Callable[[list[int]], int]) -> None:
         """Have the workers skip the ends of the newest jobs, as far as no request uses their blocks, to free ``short``
