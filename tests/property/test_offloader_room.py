@@ -480,3 +480,21 @@ def test_offloader_failed_relieve_is_not_repeated_until_a_request_ends():
     engine.finish(requests[0], False)
     engine.offloader.cancel_for_requests(3)
     assert len(looks) > 1 and engine.offloader.pinned <= 16
+
+
+def test_offloader_does_not_pin_again_what_a_waiting_request_needs():
+    """It was cut for that request in the same step: pinned again in each step, it would never be free in vLLM's."""
+    engine = Engine(GROUPS["full"], 5, 0)
+    r, = computed(engine, 1, 3 * HASH_BLOCK_SIZE + 1)
+    engine.new_request([7], 1)
+    engine.finish(r, True)
+    assert engine.offloader.pinned == 3 and not engine.tier.asked, "collected, and not reserved yet"
+    engine.offloader.cancel_for_requests(3)
+    needed = engine.fake.get_num_free_blocks()
+    for step in range(1, 3 * offloader.RESERVE_AFTER_STEPS[0]):
+        engine.offloader.begin_step(engine.step_number + step, [], needed)
+        assert engine.fake.get_num_free_blocks() >= needed
+    engine.offloader.begin_step(engine.step_number + step + 1, [])
+    assert engine.offloader.pinned == 3, "served: they are offered again"
+    engine.settle_down()
+    assert stored(engine, r) == [0, 1, 2]

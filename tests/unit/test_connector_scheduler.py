@@ -138,15 +138,18 @@ def test_retained_blocks_stay_if_a_prompt_of_windows_or_states_fits_beside_them(
 @pytest.mark.parametrize("free, tokens, freed", [(1, 1, [2]), (2, 1, []), (3, 33, [4]), (4, 33, []), (0, 0, [])])
 def test_retained_blocks_give_way_to_a_request_whose_load_has_ended(half, free, tokens, freed):
     """vLLM lacks blocks for the rest of its prompt, for which it asks nothing; it waited for ``retain_seconds``."""
-    given = []
+    given, kept = [], []
     half._matcher.loaded, half._matcher.waiting_tokens = {"r": None} if tokens else {}, lambda scheduled: tokens
-    half._info, half._offloader = SimpleNamespace(groups=cache_groups([(16, None)])), None
+    half._info = SimpleNamespace(groups=cache_groups([(16, None)]))
+    half._offloader = SimpleNamespace(cancel_for_requests=lambda short: None, begin_step=lambda *args: kept.append(args))
     half._pool = SimpleNamespace(free_count=lambda: free)
     half._geometry = BlockGeometry(half._info.groups, 16)
     half._exporter = SimpleNamespace(release_for_requests=given.append, begin_step=lambda growth: [], step=1)
     half._tables = SimpleNamespace(each_block=False, begin_step=lambda *_: [])
     half._step_timer, half._matcher.prefetching = SimpleNamespace(begin_step=lambda *_: None), False
     assert half._follow(SimpleNamespace(num_scheduled_tokens={}), False) == [] and given == freed
+    needed = -(-tokens // 16) + 1 if tokens else 0
+    assert kept == [(1, [], needed)], "nothing is pinned again of what was freed"
 
 
 @pytest.mark.parametrize("tokens, ids, filled", [(64, None, (0, 1, 2)), (80, None, (0, 2)), (70, [0, 2, 3], (3,)),

@@ -102,7 +102,7 @@ class Offloader:
         # of the last full block; the one checked longest ago first.
         self._ended: dict[tuple[bytes, bytes], Table] = {}
         self._ended_tokens = 0
-        self._step = 0
+        self._step = self._needed = 0
         self.jobs = StoreJobs(store, groups, engine.counters, engine.reactor, send, on_free)
 
     def wanted(self) -> bool:
@@ -110,8 +110,10 @@ class Offloader:
 
     # -- scheduler's thread ----------------------------------------------------------------------------------------
 
-    def begin_step(self, step: int, growth: list[Growth]) -> None:
-        self._step = step
+    def begin_step(self, step: int, growth: list[Growth], needed: int = 0) -> None:
+        """``needed``: blocks that stay free for requests; blocks of ended ones that were cut for them are not pinned
+        again before they are served."""
+        self._step, self._needed = step, needed
         if self.jobs.returned:
             self.drain()
         if not (growth or self._open or self._ended):
@@ -129,6 +131,7 @@ class Offloader:
 
     def idle(self) -> None:
         """The engine has no requests: go on with blocks of ended ones."""
+        self._needed = 0
         self.drain()
         self._offer_ended()
         self._ask(True)
@@ -238,7 +241,7 @@ class Offloader:
         """Blocks that may be pinned now, if the store is there. ``ended``: of an ended request, so that vLLM has fewer
         free blocks then."""
         room = self._max_pinned - self.pinned
-        return max(0, min(room, self._pool.free_count() - self._spare) if ended else room)
+        return max(0, min(room, self._pool.free_count() - max(self._spare, self._needed)) if ended else room)
 
     def _collect(self, table: Table, full: int, leaving: bool = False) -> None:
         """Pin blocks of the first ``full`` tokens that were not offered yet, as far as there is room. ``leaving``: the
