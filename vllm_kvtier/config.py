@@ -126,14 +126,6 @@ class KVTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "and between engines of unequal shape; nixl otherwise. See `engine-shapes.md`."
         ),
     ] = "auto"
-    context_parallel: Annotated[
-        Literal["off", "unverified"],
-        _doc(
-            "Whether an engine with decode or prefill context parallelism stores, loads and pulls KV. off: it computes "
-            "every prompt. unverified: it does, although not all tests of it have run on GPUs; needs vLLM 0.32. See "
-            "`engine-shapes.md`."
-        ),
-    ] = "off"
     peer_lease_share: Annotated[
         float, _doc("Maximum share of the KV cache that is leased to peers of this node at a time.", gt=0, le=1)
     ] = 0.5

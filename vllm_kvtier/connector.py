@@ -79,7 +79,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         for option in ("codec", "wire_codec"):
             choice.check(option, getattr(self._options, option))
         SwitchInterval.lower(self._options.switch_interval_ms / 1e3)
-        self._info = engine_info(vllm_config, kv_cache_config, self._options.context_parallel)
+        self._info = engine_info(vllm_config, kv_cache_config)
         idle = self._options.without_effect()
         if not self._info.prefix_caching:
             self._options = self._options.without_prefixes()

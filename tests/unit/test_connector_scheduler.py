@@ -141,7 +141,7 @@ def test_retained_blocks_give_way_to_a_request_whose_load_has_ended(half, free, 
     given, kept = [], []
     half._matcher.loaded, half._matcher.waiting_tokens = {"r": None} if tokens else {}, lambda scheduled: tokens
     half._info = SimpleNamespace(groups=cache_groups([(16, None)]))
-    half._offloader = SimpleNamespace(cancel_for_requests=lambda short: None, begin_step=lambda *args: kept.append(args))
+    half._offloader = SimpleNamespace(cancel_for_requests=id, begin_step=lambda *args: kept.append(args))
     half._pool = SimpleNamespace(free_count=lambda: free)
     half._geometry = BlockGeometry(half._info.groups, 16)
     half._exporter = SimpleNamespace(release_for_requests=given.append, begin_step=lambda growth: [], step=1)

@@ -41,10 +41,10 @@ SIZES = {"interleave 1": Shape(2, 2, 1, 8), "interleave 2": Shape(4, 2, 2, 8), "
 class Engine:
     """``pcp``: ranks that repeat all KV. ``described``: the shards that ranks say they are, if not those they are."""
 
-    def __init__(self, root, monkeypatch, shape, store="off", pcp=1, option=None, described=None):
+    def __init__(self, root, monkeypatch, shape, store="off", pcp=1, described=None):
         options = {
             "store": store, "model_fingerprint": "context", "load_policy": "always", "pull_threshold": 0,
-            "transfer_timeout": 10.0, **({} if option == "default" else {"context_parallel": option or "unverified"}),
+            "transfer_timeout": 10.0,
         }  # fmt: skip
         config = VllmConfig(
             model_config=ModelConfig(
@@ -267,13 +267,6 @@ def test_prefill_context_parallelism_stores_what_its_ranks_repeat_once(make, sto
     assert engine.connector._scheduler._store.plan.writes == [[True], [False]]
     engine.forget()
     assert engine.ask(1, 100)[0] == 96
-
-
-def test_context_parallelism_is_off_by_default(make):
-    engine = make(Shape(2, 2, 1, 8), option="default")
-    assert engine.ask(1, 100)[0] == 0
-    assert "context_parallel is 'off'" in engine.connector._info.unsupported
-    assert all(worker._worker is None for worker in engine.workers)
 
 
 PAIRS = {

@@ -347,18 +347,17 @@ def test_connector_setting_failure_policy_is_logged(configure, caplog, monkeypat
 
 
 @pytest.mark.parametrize("sizes", [{"decode_context_parallel_size": 2}, {"prefill_context_parallel_size": 2}])
-def test_engine_with_context_parallelism_does_nothing_unless_the_option_says_so(configure, sizes):
+def test_engine_with_context_parallelism_has_virtual_blocks_and_takes_no_windows_or_states(configure, sizes):
     config = configure()
     for name, value in sizes.items():
         setattr(config.parallel_config, name, value)
-    assert "not fully verified on GPUs" in engine_info(config, cache(MLA)).unsupported
-    facts = engine_info(config, cache(MLA), "unverified")
+    facts = engine_info(config, cache(MLA))
     dcp = sizes.get("decode_context_parallel_size", 1)
     assert not facts.unsupported and facts.groups[0].block_tokens == BLOCK * dcp
     assert facts.world_size == sizes.get("prefill_context_parallel_size", 1)
     whole, window = replace(FULL, dcp_sharded=False), SlidingWindowSpec(**SHAPE, sliding_window=80)
     for spec in (whole, window, replace(MLA, tokens_per_state=4)):
-        unsupported = engine_info(config, cache(FULL, spec), "unverified").unsupported or ""
+        unsupported = engine_info(config, cache(FULL, spec)).unsupported or ""
         assert ("decode context parallelism does not work with" in unsupported) == (dcp > 1)
         assert dcp > 1 or not unsupported
 
@@ -369,7 +368,7 @@ def test_context_parallelism_needs_vllm_0_32(configure, monkeypatch):
     config.parallel_config.decode_context_parallel_size = 2
     monkeypatch.setattr(features, "release", lambda: (0, 31, 0))
     monkeypatch.setattr(features, "_results", {})
-    unsupported = engine_info(config, cache(MLA), "unverified").unsupported
+    unsupported = engine_info(config, cache(MLA)).unsupported
     assert "virtual blocks: it needs vLLM 0.32.0 or later" in unsupported
 
 
@@ -381,6 +380,6 @@ def test_namespaces_of_other_context_parallelism_differ_and_their_contents_do_no
         parallel = config.parallel_config
         parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size = dcp, pcp
         parallel.cp_kv_cache_interleave_size = interleave
-        found.append(engine_info(config, cache(MLA), "unverified").namespace(BLOCK, "model"))
+        found.append(engine_info(config, cache(MLA)).namespace(BLOCK, "model"))
     assert len(set(found)) == len(found) and len({each.content() for each in found}) == 1
     assert not any(each.mismatch(other) for each in found for other in found)

@@ -105,12 +105,11 @@ class EngineInfo:
         return ns.hash_function(self.config)
 
 
-def engine_info(vllm_config: Any, kv_cache_config: Any, context_parallel: str = "off") -> EngineInfo:
-    """``context_parallel``: the option."""
+def engine_info(vllm_config: Any, kv_cache_config: Any) -> EngineInfo:
     parallel, on_cpu = vllm_config.parallel_config, str(vllm_config.device_config.device_type) == "cpu"
     theirs = kv_cache_config.kv_cache_groups
     ids = followed(kv_cache_config)
-    unsupported = _unsupported(vllm_config, kv_cache_config, context_parallel)
+    unsupported = _unsupported(vllm_config, kv_cache_config)
     groups = [] if unsupported else [cache_group(theirs[g], parallel.decode_context_parallel_size) for g in ids]
     return EngineInfo(
         engine_id=_short(vllm_config.kv_transfer_config.engine_id),
@@ -191,7 +190,7 @@ def _supports_sync_load(vllm_config: Any, groups: list[CacheGroup]) -> bool:
     return single and not together and _supports_partial_prefix(vllm_config) and granted(Feature.SYNC_LOADS)
 
 
-def _unsupported(vllm_config: Any, kv_cache_config: Any, context_parallel: str) -> str | None:
+def _unsupported(vllm_config: Any, kv_cache_config: Any) -> str | None:
     if sleep.possible(vllm_config) and (reason := sleep.unsupported_reason(vllm_config)):
         return reason
     if not kv_cache_config.kv_cache_groups:
@@ -221,7 +220,7 @@ def _unsupported(vllm_config: Any, kv_cache_config: Any, context_parallel: str) 
         return "vLLM keeps no prefixes of this model's KV cache: KV is neither pulled, stored nor loaded"
     try:
         theirs = [kv_cache_config.kv_cache_groups[g] for g in ids]
-        refuse_context(vllm_config.parallel_config, theirs, context_parallel)
+        refuse_context(vllm_config.parallel_config, theirs)
         groups = [cache_group(group) for group in theirs]
     except UnsupportedLayout as error:
         return f"{error}: KV is neither pulled, stored nor loaded"

@@ -46,14 +46,10 @@ def describe_context(parallel_config: Any) -> str:
     return f"DCP {dcp}, PCP {pcp}, interleave {parallel_config.cp_kv_cache_interleave_size}"
 
 
-def refuse_context(parallel_config: Any, groups: list[Any], option: str) -> None:
-    """``option``: context_parallel. Raises UnsupportedLayout if it is off, or vLLM or a group of the cache cannot."""
-    if not (words := describe_context(parallel_config)):
+def refuse_context(parallel_config: Any, groups: list[Any]) -> None:
+    """Raises UnsupportedLayout if there is context parallelism, and vLLM or a group of the cache cannot."""
+    if not describe_context(parallel_config):
         return
-    if option != "unverified":
-        raise UnsupportedLayout(
-            f"context parallelism ({words}) is not fully verified on GPUs: context_parallel is {option!r}"
-        )
     if not granted(Feature.CONTEXT_PARALLEL):
         raise UnsupportedLayout(f"context parallelism: {refused(Feature.CONTEXT_PARALLEL)}")
     if parallel_config.decode_context_parallel_size > 1:
