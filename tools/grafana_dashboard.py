@@ -162,6 +162,7 @@ ROWS: dict[str, list[Panel]] = {
         Panel("Tiers: not written, evicted, failed", "ops", {
             "{{tier}}: {{cause}}": rate("S.tier_dropped_blocks_total", "tier, cause"),
             "{{tier}}: evicted": rate("S.tier_evicted_blocks_total", "tier"),
+            "{{tier}}: lookup failed": rate("S.tier_failed_lookups_total", "tier"),
             "{{tier}}: read failed": rate("S.tier_read_failed_blocks_total", "tier"),
             "{{tier}}: write failed": rate("S.tier_write_failed_blocks_total", "tier"),
         }),

@@ -132,8 +132,9 @@ def trouble_of(call) -> Trouble:
         (404, "NoSuchKey", Kind.ABSENT, "not there"),
         (404, "BlobNotFound", Kind.ABSENT, "not there"),
         (400, "IllegalLocationConstraintException", Kind.FAILED, "another region"),
-        (500, "InternalError", Kind.FAILED, "it fails (InternalError, HTTP 500)"),
-        (503, "SlowDown", Kind.FAILED, "fewer requests"),
+        (500, "InternalError", Kind.PASSING, "it fails (InternalError, HTTP 500)"),
+        (503, "SlowDown", Kind.THROTTLED, "fewer requests"),
+        (429, "TooMany", Kind.THROTTLED, "fewer requests"),
         (507, "XMinioStorageFull", Kind.FULL, "full"),
         (507, KEY_ID + " <b>", Kind.FULL, "it is full (no code, HTTP 507)"),
         (418, "Teapot", Kind.FAILED, "refuses"),
@@ -323,7 +324,7 @@ def test_directory_errors_are_translated(tmp_path, monkeypatch):
         monkeypatch.setattr(object_client, "obstore", SimpleNamespace(put=put))
         return trouble_of(lambda: client.put("k", data))
 
-    kinds = {28: Kind.FULL, 122: Kind.FULL, 13: Kind.FORBIDDEN, 30: Kind.FORBIDDEN, 5: Kind.FAILED}
+    kinds = {28: Kind.FULL, 122: Kind.FULL, 13: Kind.FORBIDDEN, 30: Kind.FORBIDDEN, 5: Kind.PASSING}
     for number, kind in kinds.items():
         trouble = fail(number)
         assert trouble.kind is kind and os.strerror(number) in str(trouble) and "secret" not in str(trouble)

@@ -6,12 +6,13 @@ from types import SimpleNamespace
 import pytest
 from object_fakes import BLOCK_HASHES, PAGES, Loop, hash_of
 from store_support import NAMESPACE_ID, block_hashes_of
-from support import eventually
+from support import Clock, eventually
 
 from vllm_kvtier.errors import KVTierError
-from vllm_kvtier.store.index.types import ZERO
+from vllm_kvtier.store.index.types import HASH_BYTES, ZERO
 from vllm_kvtier.store.protocol import GroupShape
 from vllm_kvtier.store.tiers.objects import process as object_mover
+from vllm_kvtier.store.tiers.objects.failures import PAUSES, FailureCounts
 from vllm_kvtier.store.tiers.objects.object_names import FORMAT, ObjectLocation
 from vllm_kvtier.store.tiers.process import protocol as m
 from vllm_kvtier.store.tiers.request_pool import Kind, RequestPool, Trouble
@@ -339,3 +340,82 @@ def test_object_request_pool_reports_results_and_error_class_only():
     hands.do(lambda: 9, told.append)
     loop.run()
     assert len(told) == 2
+
+
+def failing(bench, monkeypatch, kind, *numbers):
+    """Requests for these blocks fail from now on."""
+    size, get, keys = bench.bucket.size, bench.bucket.get, [bench.key(n) for n in numbers]
+
+    def fail(call):
+        def request(key, *arguments):
+            if key in keys:
+                raise Trouble("not now", kind)
+            return call(key, *arguments)
+
+        return request
+
+    monkeypatch.setattr(bench.bucket, "size", fail(size))
+    monkeypatch.setattr(bench.bucket, "get", fail(get))
+
+
+@pytest.mark.parametrize("kind", [Kind.PASSING, Kind.THROTTLED])
+def test_object_tier_process_failed_request_is_not_a_failed_store(bench, monkeypatch, kind):
+    """Each ended the process, also if all other requests were answered."""
+    bench.have(*range(4))
+    failing(bench, monkeypatch, kind, 2)
+    located = bench.look(BLOCK_HASHES[: 3 * HASH_BYTES])
+    assert (located.num_hash_blocks, located.error, located.failed) == (2, "", True)
+    bench.loop.timers.clear()
+    bench.tier_process._failures._until = 0.0  # the pause is over
+    moved = bench.read(2)
+    assert (moved.good, moved.error) == ([False], "")
+    bench.tier_process._failures._until = 0.0
+    written = bench.write(2)
+    assert (written.good, written.error, written.writable) == ([False], "", True)
+    assert bench.read(0, 1, 3).good == [True] * 3
+
+
+def test_object_tier_process_failures_in_a_row_are_a_failed_store(bench, monkeypatch):
+    failing(bench, monkeypatch, Kind.PASSING, *range(40))
+    assert [bench.read(n).error for n in range(4)] == ["", "", "", "not now"]
+    assert [bench.write(n).error for n in range(4)] == ["", "", "", "not now"], "an answer of another kind is none"
+    bench.have(0)
+    monkeypatch.undo()
+    bench.read(0), bench.write(0)
+    assert bench.look(BLOCK_HASHES[:HASH_BYTES]).num_hash_blocks == 1
+
+
+def test_object_tier_process_throttled_pauses_lookups_and_writes(bench, monkeypatch):
+    bench.have(0, 1, 2)
+    failing(bench, monkeypatch, Kind.THROTTLED, 0)
+    assert bench.look(BLOCK_HASHES[:HASH_BYTES]).failed
+    bench.bucket.asked.clear()
+    located = bench.look(BLOCK_HASHES[HASH_BYTES:])
+    assert (located.num_hash_blocks, located.error, located.failed) == (0, "", True) and not bench.bucket.asked
+    assert bench.read(1, 2).good == [True, True], "reads go on"
+    bench.loop.timers.clear()
+    bench.tier_process.handle(m.Write(77, bench.moves([5])))
+    bench.loop.run()
+    assert not bench.sent and not bench.asked("put")
+    (pause,) = bench.loop.timers
+    assert 0 < pause.delay <= PAUSES[0]
+    bench.loop.fire()
+    (written,) = bench.sent
+    assert written.good == [True] and bench.asked("put") == 1
+
+
+def test_object_failures_pause_grows_until_an_answer():
+    clock, throttled = Clock(), Trouble("slow down", Kind.THROTTLED)
+    failures, pauses = FailureCounts(clock, lambda: 1.0), []
+    for _ in range(8):
+        assert failures.excuses("find", throttled)
+        failures.ended("find", throttled)
+        failures.ended("find", throttled)  # was sent before the pause
+        pauses.append(failures.pause_left)
+        clock.now += pauses[-1]
+    assert pauses == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 4, 4]) and not failures.excuses("find", throttled)
+    failures.ended("find", None)
+    assert failures.excuses("find", throttled) and not failures.pause_left
+    failures.ended("find", throttled)
+    assert failures.pause_left == pytest.approx(0.1)
+    assert not failures.excuses("find", Trouble("wrong key", Kind.DENIED))

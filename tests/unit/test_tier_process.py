@@ -291,8 +291,12 @@ def test_tier_process_backoff_grows_and_resets(monkeypatch):
             b.children[-1].end(1)
         eventually(lambda: len(b.children) == 5)  # counted as a restart before it is there
         assert b.tier_process.restarts == 4 and b.tier_process._backoff == 0.16
+        delays, call_later = [], b.reactor.call_later
+        record = lambda delay, call: delays.append(delay) or call_later(delay, call)  # noqa: E731
+        monkeypatch.setattr(b.reactor, "call_later", record)
         b.children[-1].say(m.Opened(True))
         eventually(lambda: b.tier_process._backoff == 0.02)
+        assert delays == [0.16, 0.08, 0.04], "halved each time that it has worked for so long"
 
 
 def test_tier_process_stop_of_unkillable_child_returns(caplog):

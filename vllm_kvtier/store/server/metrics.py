@@ -115,6 +115,9 @@ TIER = {
     "blocks": _gauge("tier_blocks", "Blocks that the tier is known to have."),
     "lookups": Shown("tier_lookups", "Lookups of a prompt's prefix in the tier."),
     "found_blocks": Shown("tier_found_blocks", "Blocks found by these lookups."),
+    "failed_lookups": Shown(
+        "tier_failed_lookups", "Lookups with a failed request, or without one because the tier limits their rate."
+    ),
     "read_blocks": Shown("tier_read_blocks", "Blocks promoted to memory."),
     "read_bytes": Shown("tier_read_bytes", "Bytes promoted to memory."),
     "read_seconds": Shown("tier_read_busy_seconds", "Time with at least one read in progress."),

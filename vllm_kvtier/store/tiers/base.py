@@ -81,6 +81,7 @@ class TierCounts:
     blocks: int = 0
     lookups: int = 0
     found_blocks: int = 0
+    failed_lookups: int = 0  # among ``lookups``
     read_blocks: int = 0
     read_bytes: int = 0
     read_seconds: float = 0.0  # with at least one read in flight

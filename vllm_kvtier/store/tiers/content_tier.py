@@ -84,6 +84,7 @@ class ContentTier(ProcessTier):
         message = m.Look.of(self._tier_process.next_id(), want)
 
         def answered(reply: m.Located | None) -> None:
+            self._counts.failed_lookups += reply is None or reply.failed or bool(reply.error)
             if reply is not None and not reply.error:
                 align = math.lcm(*(shape.hash_blocks_per_block for shape in want.shapes))
                 end, count = reply.num_hash_blocks, reply.num_hash_blocks - want.start

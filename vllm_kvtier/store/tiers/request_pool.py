@@ -15,6 +15,8 @@ class Kind(enum.Enum):
     FORBIDDEN = "forbidden"  # or absent, if the bucket may not be listed
     DENIED = "denied"  # credentials are missing, wrong or expired
     FULL = "full"  # no room for another object
+    THROTTLED = "throttled"  # the store limits the rate of requests
+    PASSING = "passing"  # the same request may succeed the next time
     FAILED = "failed"  # anything else
 
 

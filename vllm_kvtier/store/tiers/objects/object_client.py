@@ -76,7 +76,7 @@ class ObjectClient:
         modified = 0.0
         for start in range(0, len(into), PART_BYTES):
             if time.monotonic() > deadline:
-                raise Trouble("reading an object took too long")
+                raise Trouble("reading an object took too long", Kind.PASSING)
             part = into[start : start + PART_BYTES]
             try:
                 modified = self._explained(partial(self._get, key, start, part, len(into)))

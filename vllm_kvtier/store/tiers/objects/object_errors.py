@@ -23,8 +23,8 @@ _CODES = {  # of S3, Google and Azure
     "RequestTimeTooSkewed": (Kind.FAILED, "this machine's clock is wrong"),
     "QuotaExceeded": (Kind.FULL, "its quota is used up"),
     "XMinioStorageFull": (Kind.FULL, "it is full"),
-    "SlowDown": (Kind.FAILED, "it asks for fewer requests"),
-    "ServerBusy": (Kind.FAILED, "it asks for fewer requests"),
+    "SlowDown": (Kind.THROTTLED, "it asks for fewer requests"),
+    "ServerBusy": (Kind.THROTTLED, "it asks for fewer requests"),
 }
 _OTHER_REGION = "PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException"
 _NO_BUCKET = {"NoSuchBucket": "there is no such bucket", "ContainerNotFound": "there is no such container"}
@@ -55,7 +55,9 @@ def explain(error: Exception, location: ObjectLocation) -> Trouble:
         return _answered(location, code, status)
     if isinstance(error, FileNotFoundError):
         return Trouble("the object is not there", Kind.ABSENT)
+    kind = Kind.PASSING
     if "ertificate" in text:
+        kind = Kind.FAILED
         words = "its certificate is not trusted; set SSL_CERT_FILE to a file with its authority's certificate"
     elif "kind: Timeout" in text or "TimedOut" in text:
         words = "no answer in time"
@@ -65,7 +67,7 @@ def explain(error: Exception, location: ObjectLocation) -> Trouble:
         words = "the connection broke"
     else:
         words = "the request failed"
-    return _trouble(location, words, name)
+    return _trouble(location, words, name, kind)
 
 
 def _answered(location: ObjectLocation, code: str, status: int) -> Trouble:
@@ -82,14 +84,18 @@ def _answered(location: ObjectLocation, code: str, status: int) -> Trouble:
         kind, words = Kind.DENIED if status == 401 else Kind.FORBIDDEN, "access denied"
     elif status == 507:
         kind, words = Kind.FULL, "it is full"
+    elif status in (429, 503):  # also without a code: the answer to HEAD has no body
+        kind, words = Kind.THROTTLED, "it asks for fewer requests"
+    elif status >= 500:
+        kind, words = Kind.PASSING, "it fails"
     else:
-        kind, words = Kind.FAILED, "it fails" if status >= 500 else "it refuses a request"
+        kind, words = Kind.FAILED, "it refuses a request"
     return _trouble(location, words, answer, kind)
 
 
 def _of_file(error: Exception, text: str, location: ObjectLocation) -> Trouble:
     number = int(match[1]) if (match := _ERRNO.search(text)) else 0
-    kind = Kind.ABSENT if isinstance(error, FileNotFoundError) else _ERRNOS.get(number, Kind.FAILED)
+    kind = Kind.ABSENT if isinstance(error, FileNotFoundError) else _ERRNOS.get(number, Kind.PASSING)
     if kind is Kind.ABSENT:
         return Trouble("the object is not there", kind)
     return _trouble(location, os.strerror(number) if number else "a file cannot be used", type(error).__name__, kind)

@@ -6,7 +6,7 @@ changes nothing. An object whose length is not the block's is written again. The
 Each request has a deadline; when a block of a message fails, the blocks not started fail too. A thread may write to a
 slot until its request ends, so a Read is answered when all its requests have ended; if that takes too long, the server
 kills this process. ``error`` of Moved and Located means that the object store failed; a missing or short object is no
-error.
+error, and neither is a failed request of a store that answers others (``failures``).
 
 Options of Open: ``url``, ``endpoint``, ``region``, ``size`` (of a directory, in bytes), and in seconds ``timeout`` (of
 a silent server), ``look_seconds`` (of a Look), ``read_seconds`` (of one object), ``scan_seconds`` (between two scans of
@@ -19,6 +19,7 @@ from functools import partial
 
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.logs import get_logger
+from vllm_kvtier.store.tiers.objects.failures import FailureCounts
 from vllm_kvtier.store.tiers.objects.object_client import ObjectClient
 from vllm_kvtier.store.tiers.objects.object_names import FORMAT, check_endpoint, parse_url
 from vllm_kvtier.store.tiers.objects.shared_directory import SCAN_SECONDS, SharedDirectory
@@ -65,6 +66,7 @@ class ObjectProcess:
         self._scans = RequestPool(host, 1, "scan")
         self._reads, self._writes = Lane(PARALLEL_READS), Lane(PARALLEL_WRITES)
         self._presence = Presence(MAX_REMEMBERED_OBJECTS, THERE_SECONDS, ABSENT_SECONDS)
+        self._failures = FailureCounts()
         self._corrupt: dict[str, None] = {}  # objects with wrong contents that may still exist
         self._answered = 0.0  # when the server last answered a lookup
         self._undeletable = False  # a refused deletion was logged
@@ -138,7 +140,10 @@ class ObjectProcess:
         self._access_checked = now
 
         def checked(result: object) -> None:
-            self._trouble = result if isinstance(result, Trouble) else None
+            self._failures.ended("find", result)
+            self._trouble = None
+            if isinstance(result, Trouble) and not self._failures.excuses("find", result):
+                self._trouble = result
 
         self._requests.do(lambda: self._client.read(self._location.marker, len(FORMAT)), checked)
 
@@ -166,6 +171,7 @@ class ObjectProcess:
         prefix = Prefix(message.hash_block_size, message.groups, message.block_hashes, message.start)
         sizes = [shape.slot_pages * PAGE for shape in message.groups]
         timer: Timer | None = None  # None: answered
+        failed = False
 
         def key(name: Name) -> str:
             return self._location.key(message.namespace_id, *name)
@@ -176,19 +182,20 @@ class ObjectProcess:
                 timer.cancel()
                 timer = None
                 token = message.id if num_hash_blocks > message.start else 0
-                self._host.send(m.Located(message.id, token, num_hash_blocks, error, time.monotonic() - began))
+                seconds = time.monotonic() - began
+                self._host.send(m.Located(message.id, token, num_hash_blocks, error, seconds, failed=failed))
 
         def ask(names: list[Name]) -> None:
             self._ask([(key(name), sizes[name[0]]) for name in names], on_answers, lambda: timer is not None)
 
-        def on_answers(answers: list[bool] | Trouble) -> None:
-            if timer is None:
-                return
+        def on_answers(answers: list[bool | None] | Trouble) -> None:
+            nonlocal failed
             if isinstance(answers, Trouble):
                 answer(message.start, str(answers))
                 return
+            failed = failed or None in answers
             try:
-                ask(rounds.send(answers))
+                ask(rounds.send([each is True for each in answers]))
             except StopIteration as end:
                 answer(end.value)
 
@@ -203,34 +210,44 @@ class ObjectProcess:
             return
         rounds = search(prefix, lambda name: self._presence.get(key(name)))
         try:
-            ask(next(rounds))
+            names = next(rounds)
         except StopIteration as end:
             answer(end.value)
+            return
+        if self._failures.pause_left:
+            failed = True
+            answer(message.start)
+        else:
+            ask(names)
 
     def _ask(
         self,
         wanted: list[tuple[str, int]],
-        on_answers: Callable[[list[bool] | Trouble], None],
+        on_answers: Callable[[list[bool | None] | Trouble], None],
         needed: Callable[[], bool],
     ) -> None:
-        """Ask whether objects of these names and lengths exist. The first Trouble is the answer for all. ``needed()``,
-        on any thread: whether the answer is still needed."""
-        answers = [False] * len(wanted)
+        """Ask whether objects of these names and lengths exist; None: the request failed. If the store has failed, the
+        Trouble is the answer for all. ``needed()``, on any thread: whether the answer is still needed."""
+        answers: list[bool | None] = [None] * len(wanted)
         left = len(wanted)
 
         def answered(i: int, result: object) -> None:
             nonlocal left
             if isinstance(result, Trouble):
-                if left > 0:
-                    left = 0
+                if not needed():
+                    return
+                self._failures.ended("find", result)
+                if not self._failures.excuses("find", result):
                     on_answers(result)
-                return
-            self._answered = time.monotonic()
-            key, size = wanted[i]
-            answers[i] = result == size and key not in self._corrupt
-            self._presence.saw(key, answers[i])
+                    return
+            else:
+                self._failures.ended("find", result)
+                self._answered = time.monotonic()
+                key, size = wanted[i]
+                there = answers[i] = result == size and key not in self._corrupt
+                self._presence.saw(key, there)
             left -= 1
-            if left == 0:
+            if left == 0 and needed():
                 if not any(answers):
                     self._check_access()
                 on_answers(answers)
@@ -250,6 +267,7 @@ class ObjectProcess:
             key, deadline = self._key(message.moves[i]), time.monotonic() + self._read_seconds
 
             def ended(trouble: Trouble | None) -> None:
+                self._failures.ended("read", trouble)
                 if trouble is None or trouble.kind is Kind.ABSENT:
                     self._presence.saw(key, trouble is None)
                 done(trouble)
@@ -264,6 +282,7 @@ class ObjectProcess:
             key, data = self._key(message.moves[i]), self._slot(message.moves[i])
 
             def ended(trouble: Trouble | None) -> None:
+                self._failures.ended("write", trouble)
                 if trouble is None:
                     self._presence.saw(key, True)
                     self._corrupt.pop(key, None)
@@ -272,11 +291,17 @@ class ObjectProcess:
             # Often another store has written it, and a HEAD costs less than a PUT.
             put = partial(self._put, key, data, key not in self._corrupt)
             if key not in self._corrupt and self._presence.get(key):
-                ended(None)
+                done(None)
             else:
                 self._uploads.do(put, _result_to(ended))
 
-        self._move(message, self._writes, start)
+        def begin() -> None:
+            self._move(message, self._writes, start)
+
+        if pause := self._failures.pause_left:
+            self._host.reactor.call_later(pause, self._host.guard(begin))
+        else:
+            begin()
 
     def _get(self, key: str, into: memoryview, deadline: float) -> None:
         modified = self._client.get(key, into, deadline)
@@ -303,11 +328,15 @@ class ObjectProcess:
         self._directory.was_written(len(data))
 
     def _move(self, message: m.Read | m.Write, lane: Lane, start: Callable[[int, Done], None]) -> None:
-        began = time.monotonic()
+        began, what = time.monotonic(), "write" if isinstance(message, m.Write) else "read"
 
         def over(troubles: list[Trouble | None]) -> None:
-            serious = [trouble for trouble in troubles if trouble is not None and trouble.kind is not Kind.ABSENT]
-            refused = isinstance(message, m.Write) and any(t.kind in (Kind.FORBIDDEN, Kind.FULL) for t in serious)
+            serious = [
+                trouble
+                for trouble in troubles
+                if trouble is not None and trouble.kind is not Kind.ABSENT and not self._failures.excuses(what, trouble)
+            ]
+            refused = what == "write" and any(t.kind in (Kind.FORBIDDEN, Kind.FULL) for t in serious)
             error = str(serious[0]) if serious else ""
             good = [trouble is None for trouble in troubles]
             self._host.send(m.Moved(message.id, good, error, time.monotonic() - began, writable=not refused))

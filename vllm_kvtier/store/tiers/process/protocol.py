@@ -176,7 +176,8 @@ class Scanned(msgspec.Struct, frozen=True, tag="scanned"):
 
 class Located(msgspec.Struct, frozen=True, tag="located"):
     """``num_hash_blocks`` as in ``base.Find``; ``token``: for Read and Release, 0 if nothing was found; ``seconds``:
-    expected duration of reading all blocks, 0: unknown; ``store``: instance of the store that has them, if any."""
+    expected duration of reading all blocks, 0: unknown; ``store``: instance of the store that has them, if any.
+    ``failed``: some requests of the lookup failed, so there may be more."""
 
     id: Count
     token: Count
@@ -184,6 +185,7 @@ class Located(msgspec.Struct, frozen=True, tag="located"):
     error: Sentence = ""
     seconds: float = 0.0
     store: str = ""
+    failed: bool = False
 
 
 class LeaseRequest(msgspec.Struct, frozen=True, tag="lease_request"):

@@ -2,7 +2,8 @@
 
 A tier process that crashes, misses a deadline or sends a malformed message is killed. Until it is reaped, its I/O may
 still read or write slots, so its requests fail only then. A new one is started after a backoff, which doubles with each
-failure. Everything runs on the reactor's thread; only ``stop`` blocks.
+failure, and is halved each time the process has worked for as long as it. Everything runs on the reactor's thread; only
+``stop`` blocks.
 """
 
 import select
@@ -98,7 +99,7 @@ class TierProcess:
         self._backoffs = backoff or BACKOFF_SECONDS
         self._backoff = self._backoffs[0]
         self._timer: Timer | None = None  # OPENING: the deadline; BACKOFF: the next step towards a new process
-        self._proven: Timer | None = None  # afterwards the next failure is a new one
+        self._proven: Timer | None = None  # READY: halves the backoff
         self._logged = ""  # the reason logged last
         self._explained = False  # ``reason`` is known, whatever the exit status
 
@@ -282,8 +283,13 @@ class TierProcess:
         self.restarts += 1
         self._begin()
 
-    def _reset_backoff(self) -> None:
-        self._proven, self._backoff, self._logged = None, self._backoffs[0], ""
+    def _halve_backoff_later(self) -> None:
+        self._proven = self._reactor.call_later(self._backoff, self._halve_backoff)
+
+    def _halve_backoff(self) -> None:
+        self._proven, self._backoff = None, max(self._backoff / 2, self._backoffs[0])
+        if self._backoff > self._backoffs[0]:
+            self._halve_backoff_later()
 
     def _cancel_timers(self) -> None:
         for timer in filter(None, (self._timer, self._proven)):
@@ -328,7 +334,7 @@ class TierProcess:
             return
         self._cancel_timers()
         self.state, self.reason = READY, ""
-        self._proven = self._reactor.call_later(self._backoffs[1], self._reset_backoff)
+        self._halve_backoff_later()
         if self._logged:
             logger.info("kvtier: %s tier: available again", self.kind)
             self._logged = ""
