@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass, field
 from itertools import pairwise
+from random import Random
 
 import pytest
 from hypothesis import settings
@@ -578,3 +579,94 @@ class Machine(RuleBasedStateMachine):
 
 TestRandomly = Machine.TestCase
 TestRandomly.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+def test_promotion_of_fast_tier_has_room_beside_a_slow_tiers_queue(monkeypatch):
+    """A bucket's queue of prompts that no lookup waits for took all jobs, and an idle disk was not asked any more."""
+    monkeypatch.setattr(module, "MAX_JOBS", 4)
+    disk, s3 = FakeTier("disk"), FakeTier("object")
+    world, queued, waited = World(disk, s3, in_flight=4096), [block_hashes_of(f"{n}-", 8) for n in range(9)], []
+    s3.num_hash_blocks = {block_hashes[:HASH_BYTES]: 8 for block_hashes in queued}
+    jobs = [world.ahead(block_hashes) for block_hashes in queued[:4]]
+    world.promotion.wait(jobs[1], 99.0, lambda: waited.append(jobs[1]))
+    jobs += [world.ahead(block_hashes) for block_hashes in queued[4:]]
+    # The first is being read, the second is waited for: the others made room.
+    assert [job.over for job in jobs] == [False, False, True, True, True, True, True, False, False]
+    assert len(s3.found) == len(world.promotion) == 4
+    small = block_hashes_of("small", 2)
+    disk.num_hash_blocks[small[:HASH_BYTES]] = 2
+    assert world.ahead(small) is not None and len(disk.reads) == 1
+    disk.finish()
+    assert world.here(small) == 2
+    while s3.reads:
+        s3.finish()
+    assert waited == [jobs[1]] and [world.here(block_hashes) for block_hashes in queued] == [8, 8, 0, 0, 0, 0, 0, 0, 8]
+    assert world.promotion.refused(s3) == {"jobs": 0, "finds": 0, "dropped": 6} and world.quiet()
+    assert world.promotion.refused(disk) == {"jobs": 0, "finds": 0, "dropped": 0}
+
+
+def test_promotion_dropped_job_leaves_its_blocks_and_others_reads_alone(monkeypatch):
+    monkeypatch.setattr(module, "MAX_JOBS", 2)
+    disk = FakeTier("disk")
+    world, whole, other = World(disk), block_hashes_of("a", 12), block_hashes_of("b", 4)
+    for block_hashes in (whole, other):
+        disk.num_hash_blocks[block_hashes[:HASH_BYTES]] = len(block_hashes) // HASH_BYTES
+    late, first = world.ahead(whole, 8), world.ahead(whole)  # the first waits for the last block's read by the other
+    assert world.ahead(other) is None, "all are being read"
+    assert world.promotion.refused(disk)["jobs"] == 1
+    while disk.reads:
+        disk.finish()
+    assert late.over and first.over and world.here(whole) == 12 and world.quiet()
+
+
+def test_promotion_tier_with_many_lookups_is_left_out(monkeypatch):
+    """One whose lookups take seconds has half of the jobs."""
+    monkeypatch.setattr(module, "MAX_FINDS", 2)
+    disk, s3 = FakeTier("disk"), FakeTier("object", at_once=False)
+    world, prompts = World(disk, s3), [block_hashes_of(f"{n}-", 4) for n in range(3)]
+    disk.num_hash_blocks = {prompts[2][:HASH_BYTES]: 2}
+    s3.num_hash_blocks = {block_hashes[:HASH_BYTES]: 4 for block_hashes in prompts}
+    asking = [world.ahead(block_hashes) for block_hashes in prompts]
+    assert [job.asking for job in asking] == [s3, s3, None] and world.promotion.refused(s3)["finds"] == 1
+    disk.finish()
+    assert asking[2].over and world.here(prompts[2]) == 2
+    s3.answer(), s3.answer()
+    while s3.reads:
+        s3.finish()
+    assert not world.ahead(prompts[2]).over, "it is asked again"
+    s3.answer()
+    while s3.reads:
+        s3.finish()
+    assert [world.here(block_hashes) for block_hashes in prompts] == [4] * 3 and world.quiet()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_promotion_jobs_that_make_room_leak_nothing(seed, monkeypatch):
+    """Prompts with common beginnings on two tiers; each wait ends once, and each find is released once."""
+    monkeypatch.setattr(module, "MAX_JOBS", 4)
+    monkeypatch.setattr(module, "MAX_FINDS", 2)
+    chance = Random(seed)
+    disk, s3 = FakeTier("disk"), FakeTier("object", at_once=False)
+    world, ended, waits = World(disk, s3, pages=200, in_flight=6 * 4096), [], 0
+    for number in range(80):
+        block_hashes = block_hashes_of(chance.choice("abcdef"), chance.randrange(4, 30))
+        disk.num_hash_blocks[block_hashes[:HASH_BYTES]] = chance.randrange(30)
+        s3.num_hash_blocks[block_hashes[:HASH_BYTES]] = chance.randrange(30)
+        job = world.ahead(block_hashes, chance.randrange(3))
+        if job is not None and not job.over and chance.random() < 0.4:
+            world.promotion.wait(job, 5.0, lambda number=number: ended.append(number))
+            waits += 1
+        assert len(world.promotion) <= 4
+        for _ in range(chance.randrange(3)):
+            if s3.asked and chance.random() < 0.5:
+                s3.answer()
+            elif tier := next((tier for tier in (disk, s3) if tier.reads), None):
+                tier.finish(good=lambda block: chance.random() < 0.95)
+    while disk.reads or s3.reads or s3.asked:
+        for tier in (disk, s3):
+            if tier.reads:
+                tier.finish()
+        if s3.asked:
+            s3.answer()
+    assert world.promotion.refused(s3)["dropped"] + world.promotion.refused(disk)["dropped"] > 0
+    assert len(ended) == len(set(ended)) == waits and world.quiet() and not world.promotion._finds.total()

@@ -75,6 +75,11 @@ def _dropped(cause: str) -> Shown:
     return Shown("tier_dropped_blocks", meaning, labels={"cause": cause})
 
 
+def _not_promoted(reason: str) -> Shown:
+    meaning = "Promotions that did not begin because of the number of others, by reason."
+    return Shown("tier_refused_promotions", meaning, labels={"reason": reason})
+
+
 STORE = {
     "seconds": _gauge("uptime_seconds", "Since the store's start."),
     "requested_bytes": _gauge("requested_bytes", "Memory that the store was configured with."),
@@ -143,6 +148,9 @@ EXTRA = {
     "refused_room": _dropped("tier_full"),
     "refused_parent": _dropped("parent_missing"),
     "refused_namespace": _dropped("unknown_namespace"),
+    "refused_jobs": _not_promoted("jobs"),
+    "refused_finds": _not_promoted("lookups"),
+    "refused_dropped": _not_promoted("dropped"),
     "leased_blocks": Shown("tier_leased_blocks", "Blocks of this memory leased to other nodes."),
     "leases_granted": Shown("tier_leases_granted", "Leases granted to other nodes."),
     "lease_promotions": Shown("tier_lease_promotions", "Leases that needed a promotion from this node's tiers."),

@@ -4,12 +4,14 @@ A *job* serves one prefix. It asks the tiers in their order, each from the end o
 the blocks into slots in chunks, in its turn (``ReadQueue``). Blocks of a chunk are reserved as an engine's are, visible
 to all lookups once they are read, and leased until the job ends, so that the prefix stays complete. If several jobs
 need a block, the job that reserves it reads it, and the others wait for that read. A job goes on when its request is
-gone. It does not wait for an unavailable tier: a device may block its process for hours.
+gone, but makes room for a new one while it only queues. It does not wait for an unavailable tier: a device may block its
+process for hours.
 """
 
 import itertools
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -33,6 +35,7 @@ logger = get_logger(__name__)
 # that time. If a tenant has its share, nothing is reserved for that tenant.
 FULL_BACKOFF = 20.0
 MAX_JOBS = 256  # at a time; further lookups get what is in memory
+MAX_FINDS = 128  # of one tier at a time: the rest of the jobs is for other tiers
 
 class Promotion:
     """On the server's reactor thread. ``client``: this number and smaller ones identify it in the index, one for each
@@ -56,6 +59,8 @@ class Promotion:
         self._inbound: dict[BlockName, PromotionRead] = {}
         self._queues = {tier: ReadQueue(in_flight_bytes) for tier in self._tiers}
         self._order = itertools.count()
+        self._finds = Counter[Tier]()  # without an answer
+        self._refused = {tier: Counter[str]() for tier in self._tiers}  # by reason
         self._starting = set[Tier]()  # whose queued reads are being started
         self._full_until: dict[bytes, float] = {}  # end of a backoff, by tenant; b"": memory is full
         for tier in self._tiers:
@@ -73,12 +78,41 @@ class Promotion:
         known = self._by_prefix.get(key)
         if known is not None and known.want.start <= want.start:
             return known
-        if len(self._jobs) >= MAX_JOBS or self._is_full(b""):
+        if self._is_full(b""):
+            return None
+        if len(self._jobs) >= MAX_JOBS and not self._drop_queued():
+            for tier in self._tiers_for(want):
+                self._refused[tier]["jobs"] += tier.usable
             return None
         job = self._by_prefix[key] = PromotionJob(key, want, pages_limit, next(self._order))
         self._jobs[job] = None
         self._seek(job, iter(self._tiers_for(want)))
         return job
+
+    def _drop_queued(self) -> bool:
+        """End the oldest job without waiters and without a chunk in flight. False: there is none.
+
+        A slow tier has a long queue, with prompts that were computed meanwhile; it must not keep lookups from the
+        other tiers."""
+        for job in self._jobs:
+            own = [read for read in job.waits_for if read.job is job]
+            if job.waiters or job.asking is not None or any(r.in_flight or len(r.awaited_by) > 1 for r in own):
+                continue
+            for read in job.waits_for:
+                read.awaited_by.discard(job)
+            job.waits_for = set()
+            for read in own:
+                self._refused[read.tier]["dropped"] += 1
+                read.cancel()
+                self._end_if_read(read)
+            self._end_if_done(job)
+            return True
+        return False
+
+    def refused(self, tier: Tier) -> dict[str, int]:
+        """Promotions that were not made, by reason: "jobs" (the table was full, and the tier was not asked), "finds"
+        (the tier had not answered so many others), "dropped" (they were queued, and made room for newer ones)."""
+        return {reason: self._refused[tier][reason] for reason in ("jobs", "finds", "dropped")}
 
     def peek(self, want: Want) -> int:
         """End of the hash blocks that the tiers might have: exact for tiers that answer at once, else all that is
@@ -157,8 +191,12 @@ class Promotion:
                 break
             if not tier.usable:
                 continue
+            if self._finds[tier] >= MAX_FINDS:
+                self._refused[tier]["finds"] += 1
+                continue
             job.asking, job.next_tiers = tier, tiers
             job.asked = replace(want, start=job.num_hash_blocks)
+            self._finds[tier] += 1
             tier.find(job.asked, partial(self._found, job, tier))
             return
         job.asking = job.asked = None
@@ -183,6 +221,7 @@ class Promotion:
         return [tier for tier in self._tiers if tier.name not in want.skip]
 
     def _found(self, job: PromotionJob, tier: Tier, find: Find) -> None:
+        self._finds[tier] -= 1
         if find.want is not job.asked:  # the tier was unavailable meanwhile
             if find.num_hash_blocks > find.want.start:
                 tier.release(find)

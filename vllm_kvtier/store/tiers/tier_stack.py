@@ -154,11 +154,12 @@ class TierStack:
         return {(tier.name, kind): d.copy() for tier in self._tiers for kind, d in tier.durations.items()}
 
     def counts(self) -> list[TierCounts]:
-        """Nearest first; ``extra`` includes the counts of demotion."""
+        """Nearest first; ``extra`` includes the counts of demotion and promotion."""
         lanes = self._demotion.stats() if self._demotion is not None else {}
         counts = [tier.counts() for tier in self._tiers]
-        for each in counts:
-            each.extra = {**each.extra, **lanes.get(each.name, {})}
+        for tier, each in zip(self._tiers, counts, strict=True):
+            refused = {f"refused_{reason}": count for reason, count in self._promotion.refused(tier).items()}
+            each.extra = {**each.extra, **lanes.get(each.name, {}), **refused}
         return counts
 
 
