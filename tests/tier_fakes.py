@@ -49,7 +49,7 @@ class FakeClient:
     def __init__(self, reactor, path, hello, *, launch=None, lookup_timeout=2.0, on_change=None):
         self.path, self.hello, self.launch, self.on_change = path, hello, launch, on_change
         self.connected, self.instance, self.reason, self.session = False, "", "not connected yet", 0
-        self.started, self.tiers, self.lookup_timeout = False, (), lookup_timeout
+        self.started, self.tiers, self.only_named, self.lookup_timeout = False, (), (), lookup_timeout
         self.peer_count, self.presence = 0, None
         self.open = []  # lookups without an answer
         self.held = set()
@@ -123,7 +123,7 @@ class FakeClient:
             self.held.discard(lease)
 
     def __getattr__(self, name):
-        if name not in ("reserve", "touch", "commit", "abort", "discard", "pin", "inspect"):
+        if name not in ("reserve", "touch", "commit", "abort", "discard", "pin", "inspect", "warm"):
             raise AttributeError(name)
         return lambda *args: self.told.append((name, *args))
 

@@ -37,7 +37,7 @@ class Node:
     def __init__(self, number, on_change, groups):
         self.number, self.on_change, self.groups = number, on_change, groups
         self.connected, self.instance, self.session, self.reason = False, "", 0, "not yet"
-        self.tiers, self.presence, self.lives = (), None, 0
+        self.tiers, self.only_named, self.presence, self.lives = (), (), None, 0
         self.stored = {}  # (namespace, group, hash) -> slot
         self.reserved, self.leases = {}, {}  # slot -> block, lease -> slots
         self.queue, self.numbers = [], 0

@@ -117,6 +117,12 @@ def test_store_source_lacks_prompt_whose_first_block_is_not_present():
         setattr(made.client, name, value)
         assert not tier.lacks(BLOCK_HASHES, 0, b""), name
         setattr(made.client, name, was)
+    # A cluster key alone makes the tier of other nodes, which no request of this engine names.
+    made.client.tiers = made.client.only_named = ("nodes",)
+    assert tier.lacks(BLOCK_HASHES, 0, b"") and not tier.promote(BLOCK_HASHES, b"")
+    assert not tier.lacks(BLOCK_HASHES, 0, b"", ("node:1",)) and tier.promote(BLOCK_HASHES, b"", ("node:1",))
+    made.client.tiers = ("nodes", "disk")
+    assert not tier.lacks(BLOCK_HASHES, 0, b"") and tier.promote(BLOCK_HASHES, b"")
     made.client.lose()
     made.client.presence = None
     assert not tier.lacks(BLOCK_HASHES, 0, b"")

@@ -40,6 +40,7 @@ from vllm_kvtier.store.server import server as server_module
 from vllm_kvtier.store.server.listen_socket import ServedAlready
 from vllm_kvtier.store.server.server import StoreServer
 from vllm_kvtier.store.tiers.tier_stack import TierStack
+from vllm_kvtier.wire.auth import ClusterKey
 from vllm_kvtier.wire.stream import StreamLimits, write_frame
 
 BLOCK_HASHES = block_hashes_of((10, "a"))
@@ -75,6 +76,16 @@ def test_store_welcome_passes_pool_memory(server, client):
     fd, presence = client.fds
     assert os.fstat(fd).st_size == 256 * m.PAGE
     assert os.fstat(presence).st_size == COUNTERS and fcntl.fcntl(presence, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
+
+
+def test_store_welcome_says_which_tiers_need_names(tmp_path):
+    ClusterKey.create(str(tmp_path / "key"))
+    for number, (nodes, only_named) in enumerate({"": ["nodes"], "127.0.0.1:9": [], "dns:localhost:9": []}.items()):
+        path = tmp_path / f"{number}.sock"
+        server = make(path, cluster_key_file=str(tmp_path / "key"), nodes=nodes)
+        with RawClient(str(path), engine_hello()) as client:
+            assert (client.welcome.tiers, client.welcome.only_named) == (["nodes"], only_named)
+        server.stop()
 
 
 def test_store_presence_view_has_blocks_from_commit_until_they_are_gone(server, client):

@@ -45,6 +45,7 @@ class JoinedStoreClient:
         """By node: ``connect(node, on_change)`` makes its client, ``ranks`` it has, ``shapes`` of its slots."""
         self.connected, self.reason, self.instance, self.session = False, "not connected yet", "", 0
         self.tiers: tuple[str, ...] = ()  # that any has
+        self.only_named: tuple[str, ...] = ()  # with any
         self._ranks, self._shapes, self._on_change = ranks, shapes, on_change
         # Of the namespaces: engines whose ranks are divided otherwise over nodes share nothing.
         self._parts = [repr(sorted(each)).encode() for each in ranks]
@@ -280,6 +281,8 @@ class JoinedStoreClient:
         self.reason = next((each.reason for each in clients if not each.connected), "")
         self.instance = " ".join(each.instance for each in clients) if self.connected else ""
         self.tiers = tuple(dict.fromkeys(name for each in clients for name in each.tiers))
+        asked = {name for each in clients for name in each.tiers if name not in each.only_named}
+        self.only_named = tuple(name for name in self.tiers if name not in asked)
         self._on_change()
 
     def _join(self, joined: Pending, answers: list[Pending], answered: Callable[[], Outcome | None]) -> Pending:

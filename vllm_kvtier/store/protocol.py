@@ -261,6 +261,7 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     huge_pages: bool  # the file has 2 MiB pages
     tiers: list[Name] = []  # secondary tiers
     launched: bool = True  # by an engine; else an operator runs it, and may start it again when it has ended
+    only_named: list[Name] = []  # of ``tiers``, those that find blocks only for lookups that name other nodes
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):

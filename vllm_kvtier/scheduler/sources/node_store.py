@@ -316,7 +316,9 @@ class NodeStoreSource(StoreSource):
         """By ``PresenceView``, which knows the store's memory; not if secondary tiers or peers may have blocks. A hit
         needs the first block from ``start`` on of each group whose whole prefix is needed."""
         client = self.client
-        if client is None or self._first_hash is None or client.tiers or client.peer_count or nodes:
+        if client is None or self._first_hash is None or client.peer_count or nodes:
+            return False
+        if client.tiers and self._looks_below(client, nodes):
             return False
         presence, last = client.presence, start // self._hash_block_size + self._first_hash
         if presence is None or last >= len(block_hashes):
@@ -325,6 +327,11 @@ class NodeStoreSource(StoreSource):
         if self.events is not None:
             self.events.join(namespace_id)  # as ``ask`` does: others may store there later
         return not presence.may_have(namespace_id, block_hashes[last])
+
+    @staticmethod
+    def _looks_below(client: StoreClient | JoinedStoreClient, nodes: tuple[str, ...]) -> bool:
+        """Whether the store asks a secondary tier for a request that names these nodes."""
+        return any(nodes or tier not in client.only_named for tier in client.tiers)
 
     def prefetch_lookup(self, request: Any) -> None:
         lora_fingerprint = vr.lora_fingerprint(request)
@@ -341,7 +348,7 @@ class NodeStoreSource(StoreSource):
 
     def promote(self, block_hashes: list[bytes], lora_fingerprint: bytes, nodes: tuple[str, ...] = ()) -> bool:
         limit, client = self.limit(), self.client
-        if not limit or client is None or not client.tiers:
+        if not limit or client is None or not self._looks_below(client, nodes):
             return False
         client.warm(self.namespace_id(lora_fingerprint), packed(block_hashes), limit, nodes)
         return True

@@ -297,6 +297,7 @@ class StoreServer:
             huge_pages=self.memory.huge_pages,
             tiers=self.tiers.names,
             launched=self._launched,
+            only_named=self.tiers.only_named,
         )
         fds = [self.memory.fd, self._presence.fd] if hello.kind == "engine" else [self.memory.fd]
         client.stream.send(m.encode(welcome), fds)

@@ -124,6 +124,11 @@ class Tier(abc.ABC):
         return {}
 
     @property
+    def only_named(self) -> bool:
+        """Whether ``find`` finds blocks only for a Want that names ``nodes``. Does not change."""
+        return False
+
+    @property
     @abc.abstractmethod
     def usable(self) -> bool:
         """Whether ``find`` and ``read`` are possible now."""

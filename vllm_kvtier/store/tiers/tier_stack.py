@@ -54,6 +54,11 @@ class TierStack:
         return [tier.name for tier in self._tiers]
 
     @property
+    def only_named(self) -> list[str]:
+        """Names of those that find blocks only for lookups that name other nodes."""
+        return [tier.name for tier in self._tiers if tier.only_named]
+
+    @property
     def all(self) -> list[Tier]:
         """Nearest first."""
         return list(self._tiers)

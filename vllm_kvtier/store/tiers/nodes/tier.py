@@ -45,6 +45,10 @@ class NodesTier(ProcessTier):
         super().__init__(context, options)
 
     @property
+    def only_named(self) -> bool:
+        return not self._listed
+
+    @property
     def leases_granted(self) -> int:
         return self._leases.leases_granted
 
