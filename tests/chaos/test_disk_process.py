@@ -181,6 +181,33 @@ def test_disk_reads_do_not_wait_for_fsync_of_writes(slow):
     assert hear().id == 2
 
 
+@pytest.mark.parametrize("slow", ["threads"], indirect=True)
+def test_disk_blocks_removed_during_a_read_are_no_corruption(slow):
+    files, pool, send, hear = slow
+    moves = [move_of(n, 1 + n * PAGES, PAGES, 1 + n * PAGES) for n in range(2)]
+    for move in moves:
+        fill(pool, move)
+    send(m.Write(1, moves))
+    assert hear().good == [True, True]
+    pread, begun, removed = files.pread, threading.Semaphore(0), threading.Event()
+
+    def read(fd, into, offset):
+        begun.release()
+        assert removed.wait(20)
+        return pread(fd, into, offset)
+
+    files.pread = read
+    send(m.Read(2, 0, moves))
+    assert begun.acquire(timeout=20)
+    send(m.Drop([moves[0].position]))
+    send(m.Read(3, 0, moves[:1]))
+    answer = hear()
+    assert (answer.id, answer.good) == (3, [False]) and "not on the disk" in answer.error, "asked for after the removal"
+    removed.set()
+    answer = hear()
+    assert (answer.id, answer.good, answer.error) == (2, [False, True], "")
+
+
 def test_disk_on_a_full_file_system_is_read_only_until_it_is_opened_again(slow):
     """Then it is limited to the room there is. Until then each write would evict blocks, and mostly in vain."""
     files, pool, send, hear = slow

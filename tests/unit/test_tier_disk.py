@@ -302,6 +302,20 @@ def test_disk_tier_discard_and_clear_are_reported_at_once():
     assert b.tier.counts().blocks == 0 and b.tier.counts().discarded_blocks == 1
 
 
+def test_disk_tier_blocks_stored_anew_during_a_read_are_kept():
+    b = Bench()
+    b.write(blocks_of(1, 2))
+    find = b.find(1, 2)
+    read = b.read(find, blocks_of(1, 2))
+    b.tier.clear(NAMESPACE_ID)
+    b.write(blocks_of(1, 2), answer=False)
+    b.tier_process.answer(at=1)
+    b.tier_process.answer([False, False])
+    b.tier.release(find)
+    assert read == [[False, False]] and b.find(1, 2).num_hash_blocks == 2
+    assert b.tier.counts().discarded_blocks == 0
+
+
 def test_disk_tier_keeps_little_of_cleared_blocks_until_the_next_write():
     """To free some objects for each of a million stopped the store for 0.8 s, when that write ended."""
     gone, names = slot_map.Gone(), [(NAMESPACE_ID, 0, hash_of(n)) for n in range(20_000)]

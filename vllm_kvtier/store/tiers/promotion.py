@@ -4,8 +4,8 @@ A *job* serves one prefix. It asks the tiers in their order, each from the end o
 the blocks into slots in chunks, in its turn (``ReadQueue``). Blocks of a chunk are reserved as an engine's are, visible
 to all lookups once they are read, and leased until the job ends, so that the prefix stays complete. If several jobs
 need a block, the job that reserves it reads it, and the others wait for that read. A job goes on when its request is
-gone, but makes room for a new one while it only queues. It does not wait for an unavailable tier: a device may block its
-process for hours.
+gone, but makes room for a new one while it only queues. It does not wait for an unavailable tier: a device may block
+its process for hours.
 """
 
 import itertools

@@ -192,11 +192,14 @@ class DiskProcess:
         missing = "" if len(wanted) == len(good) else "some blocks are not on the disk"
 
         def done(came: list[bool], error: str) -> None:
+            wrong = ""
             for n, whole, mark in zip(wanted, came, marks(self._pool, spans), strict=True):
-                # Checked after the read, too: the block may have been removed and overwritten meanwhile.
-                good[n] = whole and self._table.mark(message.moves[n]) == mark
-            text = error or missing or ("" if all(good) else "the disk returned other bytes than were written")
-            self._answer(message.id, good, text, begun)
+                # After the read, too: the block may have been removed and overwritten meanwhile. That is no error.
+                written = self._table.mark(message.moves[n])
+                good[n] = whole and written == mark
+                if whole and written not in (None, mark):
+                    wrong = "the disk returned other bytes than were written"
+            self._answer(message.id, good, error or missing or wrong, begun)
 
         if wanted:
             self._data.move(READ, spans, done)
@@ -294,7 +297,8 @@ class DiskProcess:
     def _end(self, batch: _Batch, error: str, *, ok: bool = False, broken: bool = False) -> None:
         del self._writing[batch]
         self._note_failure(error if broken else "")
-        self._answer(batch.id, batch.good if ok else [False] * len(batch.moves), error, batch.begun)
+        good = batch.good if ok else [False] * len(batch.moves)
+        self._answer(batch.id, good, error or "the block was removed meanwhile", batch.begun)
         self._start_queued()
 
     # -- parts --------------------------------------------------------------------------------------------------
@@ -316,7 +320,7 @@ class DiskProcess:
             logger.warning("kvtier: disk tier: %s is read only now (%s)", self._storage.folder, reason)
 
     def _answer(self, number: int, good: list[bool], error: str, begun: float) -> None:
-        error = "" if all(good) else error or "the block was removed meanwhile"
+        error = "" if all(good) else error
         seconds = time.monotonic() - begun
         self._host.send(m.Moved(number, good, error[:MAX_SENTENCE], seconds, not self._read_only))
 

@@ -201,6 +201,11 @@ class SlotMap:
         entry = self._index.find(*name)
         return entry is not None and entry.state is READY
 
+    def position_of(self, name: BlockName) -> int:
+        """0: it is not stored."""
+        entry = self._index.find(*name)
+        return 0 if entry is None else entry.slot
+
     def tenant_of(self, name: BlockName) -> bytes:
         entry = self._index.find(*name) if self.filled else None
         return b"" if entry is None else entry.tenant

@@ -140,8 +140,9 @@ class DiskTier(mv.ProcessTier):
             for i, is_good in zip(there, good, strict=True):
                 result[i] = is_good
                 if reply is not None and not is_good and slot_map is self._slot_map:
-                    # Otherwise it would be found and fail again; a new copy gets another position.
-                    self.discard(*blocks[i].name)
+                    # Otherwise it would be found and fail again; a copy stored meanwhile has another position.
+                    if slot_map.position_of(blocks[i].name) == where[i]:
+                        self.discard(*blocks[i].name)
             done(result)
             if not self._reads.under_way:
                 self.on_quiet()

@@ -158,7 +158,7 @@ class Kept(msgspec.Struct, frozen=True, tag="kept"):
 
 
 class Moved(msgspec.Struct, frozen=True, tag="moved"):
-    """``good``: by move. ``error``: the reason if not all are good."""
+    """``good``: by move. ``error``: the reason if not all are good; "" if the others are not, or no longer, there."""
 
     id: Count
     good: list[bool]
