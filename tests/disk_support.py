@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from vllm_kvtier import __version__
 from vllm_kvtier.store.index.types import ZERO
 from vllm_kvtier.store.protocol import PAGE, GroupShape
 from vllm_kvtier.store.tiers.process import protocol as m
@@ -69,7 +70,7 @@ class DiskTierProcess:
         theirs.close()
         self.kept: list[m.Move] = []
         self.shapes: list[m.NamespaceShape] = []
-        self.send(m.Open(options, pool.nbytes))
+        self.send(m.Open(options, pool.nbytes, __version__))
         while isinstance(said := self.hear(), m.Kept):
             self.kept += said.moves
             self.shapes += said.namespaces

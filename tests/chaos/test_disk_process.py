@@ -10,6 +10,7 @@ import time
 import pytest
 from disk_support import NAMESPACE_ID, SHAPE, DiskTierProcess, content_of, fill, holds, make_pool, move_of, name_of
 
+from vllm_kvtier import __version__
 from vllm_kvtier.store.index.types import ZERO
 from vllm_kvtier.store.protocol import PAGE
 from vllm_kvtier.store.tiers.disk import process as disk_process
@@ -153,7 +154,8 @@ def slow(request, tmp_path):
     def hear():
         return m.decode_to_server(read_frame(ours, time.monotonic() + 20, []))
 
-    write_frame(ours, m.encode(m.Open({"path": str(tmp_path), "size": 4 << 20, "backend": request.param}, pool.nbytes)))
+    options = {"path": str(tmp_path), "size": 4 << 20, "backend": request.param}
+    write_frame(ours, m.encode(m.Open(options, pool.nbytes, __version__)))
     assert hear().writable
     yield files, pool, lambda message: write_frame(ours, m.encode(message)), hear
     files.go.set()
@@ -236,7 +238,8 @@ def test_disk_that_its_file_system_limits_is_opened_again_when_there_is_more_roo
     files.room = lambda fd, folder: looks.pop(0)
     ours, theirs = socket.socketpair()
     host = TierProcessMain(pool, theirs, lambda host, options: DiskProcess(host, options, files=files))
-    write_frame(ours, m.encode(m.Open({"path": str(tmp_path), "size": 4 << 20, "backend": "threads"}, pool.nbytes)))
+    options = {"path": str(tmp_path), "size": 4 << 20, "backend": "threads"}
+    write_frame(ours, m.encode(m.Open(options, pool.nbytes, __version__)))
     assert "more room" in host.serve() and not looks
     opened = m.decode_to_server(read_frame(ours, time.monotonic() + 20, []))
     assert opened.capacity_pages == int((2 << 20) * 0.98) // PAGE

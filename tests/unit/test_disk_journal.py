@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from disk_support import SHAPE, DiskTierProcess, content_of, fill, holds, make_pool, move_of, name_of
 
+from vllm_kvtier import __version__
 from vllm_kvtier.store.index.types import ZERO
 from vllm_kvtier.store.protocol import PAGE
 from vllm_kvtier.store.tiers.disk import file_ops
@@ -232,7 +233,7 @@ def test_disk_with_more_blocks_than_may_be_unsent_is_restored(tmp_path, pool, mo
     ours, theirs = socket.socketpair()
     thread = threading.Thread(target=main.TierProcessMain(pool, theirs, DiskProcess).serve, daemon=True)
     thread.start()
-    write_frame(ours, m.encode(m.Open(options(tmp_path, size=size), pool.nbytes)))
+    write_frame(ours, m.encode(m.Open(options(tmp_path, size=size), pool.nbytes, __version__)))
     found = 0
     while isinstance(message := m.decode_to_server(read_frame(ours, time.monotonic() + 20, [])), m.Kept):
         found += len(message.moves)

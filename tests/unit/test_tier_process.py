@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import pytest
 from support import eventually
 
+from vllm_kvtier import __version__
 from vllm_kvtier.store.tiers.process import protocol as m
 from vllm_kvtier.store.tiers.process.child import spawn
 from vllm_kvtier.store.tiers.process.tier_process import BACKOFF, OPENING, READY, STOPPED, TierContext, TierProcess
@@ -106,6 +107,7 @@ class Bench:
         child = eventually(lambda: self.children and self.children[-1])
         opening = child.hear()
         assert isinstance(opening, m.Open) and opening.options["path"] == "/x" and opening.pool_bytes == 1 << 20
+        assert opening.version == __version__
         child.say(m.Kept([]), m.Opened(True))
         eventually(lambda: self.tier_process.state == READY)
         return child

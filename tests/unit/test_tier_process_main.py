@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from disk_support import NAMESPACE_ID, make_pool
 
+from vllm_kvtier import __version__
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.store.tiers.process import main
 from vllm_kvtier.store.tiers.process import protocol as m
@@ -78,7 +79,7 @@ def ended(sock) -> bool:
 
 def test_tier_process_opens_answers_and_exits_at_socket_end(peer):
     sock, wait = peer
-    send(sock, m.Open({"do": ""}, POOL))
+    send(sock, m.Open({"do": ""}, POOL, __version__))
     assert hear(sock) == m.Kept([]) and hear(sock) == m.Opened(True, "a note", 7)
     send(sock, m.Drop([1]))
     assert hear(sock).namespaces[0].namespace_id == NAMESPACE_ID
@@ -88,15 +89,26 @@ def test_tier_process_opens_answers_and_exits_at_socket_end(peer):
 
 def test_tier_process_refusal_reports_cause(peer):
     sock, wait = peer
-    send(sock, m.Open({"do": "refuse"}, POOL))
+    send(sock, m.Open({"do": "refuse"}, POOL, __version__))
     assert hear(sock) == m.Refused("it is Monday")
     assert ended(sock) and wait() == "it is Monday" and Backend.closed == 1
+
+
+@pytest.mark.parametrize("version", ["", "0.0.1"])
+def test_tier_process_of_another_version_than_the_store_refuses(peer, version):
+    """The store lives on after an upgrade of the package, and its messages may mean something else."""
+    sock, wait = peer
+    send(sock, m.Open({"do": ""}, POOL, version) if version else m.Open({"do": ""}, POOL))
+    refused = hear(sock)
+    assert isinstance(refused, m.Refused) and (version or "another version") in refused.reason
+    assert f"package is {__version__}; stop the store" in refused.reason
+    assert ended(sock) and wait() == refused.reason and Backend.closed == 0
 
 
 @pytest.mark.parametrize("do, words", [("fault", "RuntimeError: a fault"), ("later", "ZeroDivisionError")])
 def test_tier_process_exits_on_backend_error(peer, do, words):
     sock, wait = peer
-    send(sock, m.Open({"do": do}, POOL))
+    send(sock, m.Open({"do": do}, POOL, __version__))
     hear(sock), hear(sock)
     send(sock, m.Drop([1]))
     assert words in wait() and Backend.closed == 1

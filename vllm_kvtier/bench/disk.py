@@ -18,6 +18,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from vllm_kvtier import __version__
 from vllm_kvtier.bench.row import Row, rates
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.store.index.types import ZERO
@@ -58,7 +59,7 @@ class DiskTierClient:
         self._ids, self._names = itertools.count(1), itertools.count(1)
         self._there: dict[int, bytes] = {}  # block number -> name
         options = {"path": str(folder), "size": (self._blocks * BLOCK_PAGES + 2) * PAGE}
-        self._send(m.Open(options, pool_bytes))
+        self._send(m.Open(options, pool_bytes, __version__))
         while isinstance(reply := self._receive(), m.Kept):
             continue
         if not isinstance(reply, m.Opened):

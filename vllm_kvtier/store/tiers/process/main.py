@@ -23,6 +23,7 @@ from typing import Protocol
 
 import msgspec
 
+from vllm_kvtier import __version__
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.logs import LIMIT, get_logger
 from vllm_kvtier.store.tiers.process import protocol as m
@@ -142,6 +143,11 @@ class TierProcessMain:
         if message.pool_bytes != self.pool.nbytes:
             raise KVTierError(f"the mapped pool has {self.pool.nbytes} bytes, not {message.pool_bytes} as in Open")
         try:
+            if message.version != __version__:
+                raise KVTierError(
+                    f"the running store is vllm-kvtier {message.version or 'of another version'}, the installed "
+                    f"package is {__version__}; stop the store (pid {os.getppid()}), and the next engine starts it anew"
+                )
             self._backend = self._make(self, message.options)
             opened = self._backend.open()
         except KVTierError as error:

@@ -51,10 +51,12 @@ class NamespaceShape(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Open(msgspec.Struct, frozen=True, tag="open"):
-    """First message. ``options``: of the tier (see its ``process`` module)."""
+    """First message. ``options``: of the tier (see its ``process`` module). ``version``: of the server's package, which
+    lives on after the one that is installed was replaced; "": before it was sent."""
 
     options: dict[str, str | int | float | bool]
     pool_bytes: Count
+    version: str = ""
 
 
 class Read(msgspec.Struct, frozen=True, tag="read"):

@@ -16,6 +16,7 @@ from typing import Any, Protocol, overload
 import msgspec
 import zmq
 
+from vllm_kvtier import __version__
 from vllm_kvtier.logs import get_logger
 from vllm_kvtier.store.tiers.base import Tier, TierCounts
 from vllm_kvtier.store.tiers.process import protocol as m
@@ -187,7 +188,7 @@ class TierProcess:
         child = self._child
         self._reactor.add_fd(child.ended, lambda events: self._reap(child))
         self._reactor.add_fd(child.stderr, lambda events: self._log_stderr(child))
-        self._send(m.Open(self._options, self._context.pool_bytes))
+        self._send(m.Open(self._options, self._context.pool_bytes, __version__))
         self._watch_opening()
 
     def _spawn(self) -> tuple[socket.socket, Child]:
