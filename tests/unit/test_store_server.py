@@ -595,7 +595,10 @@ def test_store_that_ran_out_of_memory_takes_shares_of_what_it_has(tmp_path, monk
         inner(self, start, end, threads)
 
     monkeypatch.setattr(PoolMemory, "_commit", first)
+    limited = threading.Event()
+    monkeypatch.setattr(TierStack, "pool_committed", lambda self: limited.set())
     server = make(tmp_path / "s.sock", size="256MiB")  # 16 MiB of it
+    assert limited.wait(10)
     with RawClient(server.path, engine_hello(pages=512)) as client:
         assert eventually(lambda: client.stat().pool_bytes == 16 << 20)
         assert len(client.store(BLOCK_HASHES)) == 7

@@ -15,7 +15,8 @@ from vllm_kvtier.store.tiers import content_tier
 from vllm_kvtier.store.tiers.base import Block, Want
 from vllm_kvtier.store.tiers.mooncake.tier import LIMITS, MooncakeTier
 from vllm_kvtier.store.tiers.process import protocol as m
-from vllm_kvtier.store.tiers.process.tier_process import TierContext
+from vllm_kvtier.store.tiers.process.tier_process import READY, TierContext
+from vllm_kvtier.store.tiers.tier_stack import TierStack
 from vllm_kvtier.wire.slots import PAGE
 
 WANT = Want(NAMESPACE_ID, 16, [GroupShape(1, PAGES)], BLOCK_HASHES, 0)
@@ -32,6 +33,25 @@ def tier():
     tier.on_change = lambda: tier.changes.append((tier.usable, tier.writable))
     tier.start()
     return tier
+
+
+def test_mooncake_tier_over_rdma_opens_when_all_memory_is_committed():
+    """It registers the whole pool, which would allocate what the store itself could not commit."""
+    tiers = []
+    for protocol in ("tcp", "rdma"):
+        options = StoreOptions(mooncake_master="h:1", mooncake_trusted_network=True, mooncake_protocol=protocol)
+        context = TierContext(5, 64 * PAGE, Loop(), Clock(), make_process=FakeMover)
+        tiers.append(MooncakeTier(context, options.named("mooncake_")))
+        tiers[-1]._tier_process.limit_pool = lambda: None
+    stack = TierStack(SimpleNamespace(), tiers, None, SimpleNamespace(tiers_changed=lambda: None))
+
+    def states():
+        return [process.state for tier in tiers for process in (tier._tier_process, tier._segment)]
+
+    stack.start()
+    assert states() == [READY, READY, "opening", "opening"]  # a FakeMover's first state
+    stack.pool_committed()
+    assert states() == [READY] * 4
 
 
 @pytest.fixture

@@ -81,9 +81,10 @@ class Bench:
     def __init__(self, dies=True, open_seconds=30.0, failures=0):
         self.children: list[FakeChild] = []
         self.told: list = []
-        self.dies, self.failures = dies, failures
+        self.dies, self.failures, self.usable = dies, failures, 1 << 30
         self.reactor = Reactor("test-mover")
-        context = TierContext(0, 1 << 20, self.reactor, spawn=lambda *given: self.spawn(*given))
+        spawn, limit = lambda *given: self.spawn(*given), lambda: self.usable
+        context = TierContext(0, 1 << 20, self.reactor, spawn=spawn, limit=limit)
         self.tier_process = TierProcess("disk", {"path": "/x", "size": 1 << 20}, context, self, open_seconds)
         self.process_message = self.process_up = self.process_down = self.told.append
 
@@ -299,6 +300,22 @@ def test_tier_process_backoff_grows_and_resets(monkeypatch):
         b.children[-1].say(m.Opened(True))
         eventually(lambda: b.tier_process._backoff == 0.02)
         assert delays == [0.16, 0.08, 0.04], "halved each time that it has worked for so long"
+
+
+def test_tier_process_knows_how_much_of_the_pool_is_committed():
+    """Its server may have to serve with less than it was to have."""
+    with bench() as b:
+        child = b.up()
+        b.on(b.tier_process.limit_pool)
+        b.usable = 1 << 16
+        b.on(b.tier_process.limit_pool), b.on(b.tier_process.limit_pool)
+        assert child.hear() == m.PoolLimit(1 << 16)
+        child.end(1)
+        again = eventually(lambda: len(b.children) == 2 and b.children[-1])
+        assert again.hear().pool_bytes == 1 << 16
+        b.usable = 1 << 12  # while it is opened
+        again.say(m.Opened(True))
+        assert again.hear() == m.PoolLimit(1 << 12)
 
 
 def test_tier_process_stop_of_unkillable_child_returns(caplog):

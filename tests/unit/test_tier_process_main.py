@@ -24,9 +24,11 @@ class Backend:
     """Echoes Drop as Kept; does as ``options["do"]`` says."""
 
     closed = 0
+    latest = None
 
     def __init__(self, host, options):
         self.host, self.do = host, options.get("do", "")
+        type(self).latest = self
 
     def open(self):
         if self.do == "refuse":
@@ -62,6 +64,7 @@ def peer(monkeypatch):
     yield ours, wait
     ours.close()
     thread.join(10)
+    Backend.latest = None  # other tests count mappings of pools
 
 
 def send(sock, message) -> None:
@@ -115,12 +118,28 @@ def test_tier_process_exits_on_backend_error(peer, do, words):
 
 
 @pytest.mark.parametrize(
-    "message, words", [(m.Drop([1]), "before Open"), (m.Open({}, 2 * POOL), "as in Open"), (m.Opened(True), "Invalid")]
+    "message, words",
+    [(m.Drop([1]), "before Open"), (m.Open({}, 2 * POOL), "as the server says"), (m.Opened(True), "Invalid")],
 )
 def test_tier_process_exits_on_malformed_message(peer, message, words):
     sock, wait = peer
     send(sock, message)
     assert words in wait() and Backend.closed == 0
+
+
+def test_tier_process_uses_no_memory_that_the_server_could_not_commit(peer):
+    """To register it with the network would allocate it."""
+    sock, wait = peer
+    send(sock, m.Open({"do": ""}, POOL - 4096, __version__))
+    hear(sock), hear(sock)
+    pool = Backend.latest.host.pool
+    assert pool.nbytes == POOL - 4096
+    send(sock, m.PoolLimit(8192))
+    send(sock, m.Drop([1]))
+    hear(sock)
+    assert pool.nbytes == 8192 and len(pool.view) == POOL
+    send(sock, m.PoolLimit(POOL))
+    assert "not" in wait()
 
 
 def test_tier_process_unloadable_backend_raises(monkeypatch):

@@ -418,6 +418,7 @@ class StoreServer:
             if client.hello is not None:
                 client.stream.send(ready)
         if self.memory.ready == self.memory.usable:
+            self.tiers.pool_committed()
             took = time.monotonic() - self._started
             logger.info("kvtier: store: all %s usable after %.1f s", format_bytes(self.memory.ready), took)
 

@@ -108,6 +108,7 @@ class Tier(abc.ABC):
     """
 
     name: str
+    pins_pool = False  # its process registers the whole pool with a device
     on_change: Callable[[], None] = staticmethod(lambda: None)
     on_quiet: Callable[[], None] = staticmethod(lambda: None)
     on_promotion_status: Callable[[Want, int, float], None] = staticmethod(lambda want, num_hash_blocks, seconds: None)
@@ -199,7 +200,11 @@ class Tier(abc.ABC):
 
     @abc.abstractmethod
     def start(self) -> None:
-        """Open the tier in the background."""
+        """Open the tier in the background. If it ``pins_pool``, not before all of the pool is committed: to register
+        other memory would allocate it, whether there is any or not."""
+
+    def pool_committed(self) -> None:  # noqa: B027  most tiers need not know
+        """All of the pool that can be is committed, perhaps less than the whole."""
 
     @abc.abstractmethod
     def stop(self) -> None:

@@ -70,7 +70,16 @@ class TierStack:
 
     def start(self) -> None:
         for tier in self._tiers:
-            tier.start()
+            if not tier.pins_pool:
+                tier.start()
+
+    def pool_committed(self) -> None:
+        """All of the pool that can be is committed. Idempotent."""
+        for tier in self._tiers:
+            if tier.pins_pool:
+                tier.start()
+            else:
+                tier.pool_committed()
 
     def stop(self) -> None:
         for tier in self._tiers:
@@ -188,7 +197,7 @@ def open_tiers(
 
     ``tick``: the index has a new deadline to watch. Raises ConfigError for invalid options.
     """
-    context = TierContext(memory.fd, memory.nbytes, reactor)
+    context = TierContext(memory.fd, memory.nbytes, reactor, limit=lambda: memory.usable)
     admissions: dict[Tier, Admission] = {}  # of the tiers that blocks are written to
     tiers: list[Tier] = []
     leases = None

@@ -34,6 +34,7 @@ class MooncakeTier(ContentTier):
     def __init__(self, context: TierContext, options: m.Options):
         parsed = MooncakeOptions.parse(options)
         self._replicas, self._gives_memory = parsed.replicas, bool(parsed.segment_bytes)
+        self.pins_pool = parsed.protocol == "rdma"
         self._reader_state = self._segment_state = m.Availability(False, "not connected to the master yet")
         self._bad_blocks = BadBlocks()
         self._avoided: dict[str, float] = {}  # place -> until when

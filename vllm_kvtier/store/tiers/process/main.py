@@ -59,7 +59,8 @@ class Backend(Protocol):
 
 
 class Pool:
-    """The pool's memory, mapped. ``address``: of its first byte; ``view``: uint8[nbytes].
+    """The pool's memory, mapped. ``address``: of its first byte; ``view``: uint8[bytes of the mapping]. ``nbytes``: of
+    it that may be used; less than those of the mapping if the server could not commit all.
 
     Only memory that the server names in messages may be touched: touching other pages would allocate them.
     """
@@ -129,7 +130,9 @@ class TierProcessMain:
     def _on_frame(self, frame: bytes) -> None:
         try:
             message = m.decode_to_tier_process(frame)
-            if self._backend is not None:
+            if isinstance(message, m.PoolLimit):
+                self._limit_pool(message.pool_bytes)
+            elif self._backend is not None:
                 self._backend.handle(message)
             elif isinstance(message, m.Open):
                 self._open(message)
@@ -139,9 +142,13 @@ class TierProcessMain:
             self._failed = self._failed or f"{type(error).__name__}: {error}"
             raise
 
+    def _limit_pool(self, nbytes: int) -> None:
+        if nbytes > self.pool.nbytes:
+            raise KVTierError(f"the mapped pool has {self.pool.nbytes} bytes, not {nbytes} as the server says")
+        self.pool.nbytes = nbytes
+
     def _open(self, message: m.Open) -> None:
-        if message.pool_bytes != self.pool.nbytes:
-            raise KVTierError(f"the mapped pool has {self.pool.nbytes} bytes, not {message.pool_bytes} as in Open")
+        self._limit_pool(message.pool_bytes)
         try:
             if message.version != __version__:
                 raise KVTierError(

@@ -51,12 +51,20 @@ class NamespaceShape(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Open(msgspec.Struct, frozen=True, tag="open"):
-    """First message. ``options``: of the tier (see its ``process`` module). ``version``: of the server's package, which
-    lives on after the one that is installed was replaced; "": before it was sent."""
+    """First message. ``options``: of the tier (see its ``process`` module). ``pool_bytes``: as in PoolLimit.
+    ``version``: of the server's package, which lives on after the one that is installed was replaced; "": before it was
+    sent."""
 
     options: dict[str, str | int | float | bool]
     pool_bytes: Count
     version: str = ""
+
+
+class PoolLimit(msgspec.Struct, frozen=True, tag="pool_limit"):
+    """Only the first ``pool_bytes`` of the mapped pool are, or will be, committed: nothing behind them may be touched
+    or registered. No answer."""
+
+    pool_bytes: Count
 
 
 class Read(msgspec.Struct, frozen=True, tag="read"):
@@ -243,7 +251,8 @@ class Left(msgspec.Struct, frozen=True, tag="left"):
     client: Count
 
 
-Notice = Drop | Release | LeaseReply | PromotionStatus | Avoid | Replicate  # to a tier process; without an answer
+# To a tier process, without an answer.
+Notice = Drop | Release | LeaseReply | PromotionStatus | Avoid | Replicate | PoolLimit
 ToTierProcess = Open | Read | Write | Look | Notice
 ToServer = (
     Opened | Refused | Kept | Moved | Scanned | Located | PromotionStatus | LeaseRequest | Return | Left

@@ -8,6 +8,7 @@ failure, and is halved each time the process has worked for as long as it. Every
 
 import select
 import socket
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -97,6 +98,7 @@ class TierProcess:
         self._stream: Stream | None = None
         self._requests: dict[int, _Pending] = {}
         self._last_id = 0
+        self._pool_bytes = 0  # of the last Open or PoolLimit
         self._backoffs = backoff or BACKOFF_SECONDS
         self._backoff = self._backoffs[0]
         self._timer: Timer | None = None  # OPENING: the deadline; BACKOFF: the next step towards a new process
@@ -113,6 +115,12 @@ class TierProcess:
         """Id of the next request; unique over restarts."""
         self._last_id += 1
         return self._last_id
+
+    def limit_pool(self) -> None:
+        """Report that less of the pool may be used than the process knows."""
+        usable = self._context.usable_bytes
+        if usable < self._pool_bytes and self.send(m.PoolLimit(usable)):
+            self._pool_bytes = usable
 
     def send(self, message: m.Notice) -> bool:
         """Send a message without a reply. False: not READY."""
@@ -188,7 +196,8 @@ class TierProcess:
         child = self._child
         self._reactor.add_fd(child.ended, lambda events: self._reap(child))
         self._reactor.add_fd(child.stderr, lambda events: self._log_stderr(child))
-        self._send(m.Open(self._options, self._context.pool_bytes, __version__))
+        self._pool_bytes = self._context.usable_bytes
+        self._send(m.Open(self._options, self._pool_bytes, __version__))
         self._watch_opening()
 
     def _spawn(self) -> tuple[socket.socket, Child]:
@@ -342,6 +351,7 @@ class TierProcess:
         if message.note:
             logger.info("kvtier: %s tier: %s", self.kind, message.note)
         self._user.process_up(message)
+        self.limit_pool()
 
     def _answered(self, reply: Reply) -> None:
         request = self._requests.get(reply.id)
@@ -372,7 +382,7 @@ class TierContext:
     """What every tier with a process of its own is given.
 
     pool_fd, pool_bytes: the pool's memfd. spawn(kind, socket, pool_fd, pool_bytes): starts a process; raises OSError.
-    make_process: ``TierProcess`` or a fake.
+    make_process: ``TierProcess`` or a fake. limit(): bytes of the pool that are, or will be, committed.
     """
 
     pool_fd: int
@@ -381,6 +391,11 @@ class TierContext:
     clock: Callable[[], float] = time.monotonic
     spawn: Callable[[str, socket.socket, int, int], Child] = spawn_tier_process
     make_process: Callable[..., TierProcess] = TierProcess
+    limit: Callable[[], int] = lambda: sys.maxsize
+
+    @property
+    def usable_bytes(self) -> int:
+        return min(self.pool_bytes, self.limit())
 
 
 class ProcessTier(Tier, TierProcessUser):
@@ -407,6 +422,9 @@ class ProcessTier(Tier, TierProcessUser):
 
     def start(self) -> None:
         self._tier_process.start()
+
+    def pool_committed(self) -> None:
+        self._tier_process.limit_pool()
 
     def stop(self) -> None:
         self._tier_process.stop()
