@@ -246,6 +246,7 @@ def test_store_answers_others_while_leases_of_one_end(server, client, monkeypatc
 
 def test_store_ends_expired_leases_in_steps(tmp_path, monkeypatch):
     monkeypatch.setattr(index_module, "RELEASE_STEP", 20)
+    monkeypatch.setattr(options, "HOLD_SECONDS", 0.0)
     server, left = make(tmp_path / "s.sock", lease_seconds=0.5), []
     tick = server.index.tick
     monkeypatch.setattr(server.index, "tick", lambda: [tick(), left.append(server.index.stats().leases)][0])
@@ -260,6 +261,7 @@ def test_store_ends_expired_leases_in_steps(tmp_path, monkeypatch):
 
 def test_store_leases_and_reservations_of_hung_client_expire(tmp_path, monkeypatch):
     monkeypatch.setattr(options, "STORE_SECONDS", 0.0)
+    monkeypatch.setattr(options, "HOLD_SECONDS", 0.0)
     server = make(tmp_path / "s.sock", lease_seconds=0.1, reserve_seconds=0.1)
     with RawClient(server.path, engine_hello()) as client:
         client.store(BLOCK_HASHES)

@@ -9,6 +9,7 @@ from typing import TypeVar
 from vllm_kvtier.errors import ConfigError
 from vllm_kvtier.remote_store.options import NodeOptions
 from vllm_kvtier.store.memory.memory_limits import parse_bytes
+from vllm_kvtier.store.protocol import HOLD_SECONDS
 from vllm_kvtier.store.tiers.mooncake.options import MooncakeOptions
 from vllm_kvtier.store.tiers.objects.object_names import check_endpoint, parse_url
 
@@ -57,7 +58,9 @@ class StoreOptions:
         "Share of the memory, 0 to 1, beyond which recurrent states evict older states only, once it is full.",
     )
     pin_share: float = _option(0.5, "Maximum share of the memory, 0 to 1, for pinned blocks.")
-    lease_seconds: float = _option(60.0, "Duration of a lease: a longer load is no longer protected from eviction.")
+    lease_seconds: float = _option(
+        60.0, "Duration of a lease, at least 60: a longer load is no longer protected from eviction."
+    )
     reserve_seconds: float = _option(120.0, "Duration of a reservation, above 100: a longer write loses its slots.")
     disk_path: str = _option(
         "",
@@ -154,11 +157,16 @@ class StoreOptions:
         for name in ("tenant_share", "state_share", "pin_share"):
             if not 0 < getattr(self, name) <= 1:
                 raise ConfigError(f"store option {name}={getattr(self, name)}: must be above 0 and at most 1")
-        for name, least in ("lease_seconds", 0.0), ("reserve_seconds", STORE_SECONDS):
-            if not least < getattr(self, name) <= 86400:
-                raise ConfigError(
-                    f"store option {name}={getattr(self, name)}: must be above {least:g} and at most 86400"
-                )
+        if not 2 * HOLD_SECONDS <= self.lease_seconds <= 86400:
+            raise ConfigError(
+                f"store option lease_seconds={self.lease_seconds}: must be {2 * HOLD_SECONDS:g} to 86400, because "
+                f"blocks may be leased for {HOLD_SECONDS:g} s before they are read"
+            )
+        if not STORE_SECONDS < self.reserve_seconds <= 86400:
+            raise ConfigError(
+                f"store option reserve_seconds={self.reserve_seconds}: must be above {STORE_SECONDS:g} and at most "
+                "86400"
+            )
         if not 0 <= self.idle_seconds < 1 << 31:
             raise ConfigError(f"store option idle_seconds={self.idle_seconds}: must be 0 (never) or more")
 

@@ -52,6 +52,9 @@ MAX_HOLDERS = 3  # per answer
 MAX_SPANS = 1 << 12  # per answer and group
 MAX_FOLLOWED = 256  # namespaces
 MAX_LABEL = 64 << 10  # bytes
+# For which an engine, or another node's store, keeps leased blocks before it begins to read them. The read needs as
+# long again: behind the lease's end the slots may have other blocks.
+HOLD_SECONDS = 30.0
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 Page = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]

@@ -27,7 +27,7 @@ from vllm_kvtier.scheduler.sources.base import (
 )
 from vllm_kvtier.scheduler.sources.promotion_wait import PromotionWait
 from vllm_kvtier.scheduler.sources.slot_layout import SlotPlan, plan_slots
-from vllm_kvtier.store.protocol import HASH_BYTES, MAX_HASH_BLOCKS
+from vllm_kvtier.store.protocol import HASH_BYTES, HOLD_SECONDS, MAX_HASH_BLOCKS
 from vllm_kvtier.vllm_compat import requests as vr
 from vllm_kvtier.wire import link as lm
 from vllm_kvtier.wire import messages as m
@@ -59,7 +59,7 @@ class StoreSource(KVSource):
     stage_metric = "host_hit_seconds"
     answers_soon = holds_hit = can_cancel_load = looks_ahead = True
     slots_by_node = False  # whether each node of the engine has a store of its own
-    max_hold_seconds = 30.0  # half of a lease: the load needs the rest
+    max_hold_seconds = HOLD_SECONDS
 
     def __init__(self, context: LoadContext, prefetches: bool):
         """``prefetches``: whether lookups are sent for queued requests too."""

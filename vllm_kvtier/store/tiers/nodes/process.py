@@ -21,6 +21,7 @@ from vllm_kvtier.remote_store.nixl_agent import Poller, Reader, Server, quiet_uc
 from vllm_kvtier.remote_store.node_names import NodeNames
 from vllm_kvtier.remote_store.options import Address, NodeOptions
 from vllm_kvtier.remote_store.transfers import Job, NodeReads, ReadEvents
+from vllm_kvtier.store.protocol import HOLD_SECONDS
 from vllm_kvtier.store.tiers.nodes.lease_server import NodeLeaseServer
 from vllm_kvtier.store.tiers.process import protocol as m
 from vllm_kvtier.store.tiers.process.main import TierProcessMain
@@ -28,9 +29,6 @@ from vllm_kvtier.wire.slots import PAGE
 
 # For a promotion at another node. Blocks that are in its memory by then are read; the next lookup finds the rest.
 MAX_WAIT_SECONDS = 10.0
-# Seconds after which blocks are not read any more: half of a lease there, as the read may wait for others. Behind the
-# lease's end their slots may have other blocks.
-MAX_HOLD_SECONDS = 30.0
 
 
 @dataclass(slots=True, eq=False)
@@ -41,7 +39,7 @@ class Held:
     peer: Peer
     offer: w.LookupHit
     slots: dict[tuple[int, bytes], int] = field(default_factory=dict)
-    until: float = field(default_factory=lambda: time.monotonic() + MAX_HOLD_SECONDS)
+    until: float = field(default_factory=lambda: time.monotonic() + HOLD_SECONDS)
 
 
 class NodeProcess:
