@@ -1,7 +1,9 @@
 """vLLM's own scheduler pauses while a load is under way: it steps until that has ended, and then resets its cache."""
 
+from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import pytest
 from test_engine_thread import BLOCK, KVTIER, engine, kvtier  # noqa: F401
 from vllm.sampling_params import SamplingParams
@@ -96,6 +98,27 @@ def test_request_that_waits_with_loaded_blocks_is_reset_in_a_pause(loading):
     assert not scheduler.has_requests() and scheduler.reset_prefix_cache(reset_running_requests=True)
     scheduler.set_pause_state(PauseState.UNPAUSED)
     assert step(scheduler) == PROMPT
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_paused_engine_steps_until_last_part_is_verified_and_is_reset(loading, bad):
+    """The last part of a followed prefill came just before the pause, and the next step was to load it synchronously.
+    vLLM made no step, so that its job never began, and could not reset its cache while the load held blocks."""
+    core, request = loading
+    scheduler, half, pool = core.scheduler, kvtier(core)._scheduler, core.scheduler.kv_cache_manager.block_pool
+    step(scheduler)  # the first job
+    state = half._matcher.get("r")
+    half._sync_load.end(state, replace(state.job), {0: np.arange(2)}, half._matcher._jobs.append)
+    scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    assert scheduler.has_requests()
+    [blocks] = scheduler.kv_cache_manager.get_block_ids("r")
+    results = [LoadResult("r", {blocks[1]} if bad else set(), "wrong" if bad else "", 2, 0.1, 0.0)]
+    step(scheduler, kv_connector_worker_meta=WorkerReport(results))
+    assert not half._matcher.has_jobs() and not half._sync_load.verification_pending
+    assert not scheduler.has_requests() and scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+    scheduler.set_pause_state(PauseState.UNPAUSED)
+    assert step(scheduler) == PROMPT and "r" not in scheduler.requests
 
 
 def test_engine_that_runs_is_not_kept_stepping_by_loads(loading):

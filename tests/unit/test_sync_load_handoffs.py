@@ -9,6 +9,7 @@ from matcher_harness import FakePeers
 from source_fakes import load_context, load_results
 from support import make_request
 from test_sync_load import Pool
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
 from vllm_kvtier.config import KVTierConfig
@@ -82,7 +83,7 @@ class Engine:
         self.client, self.planner, self.evicted = Client(), LoadPlanner({"peer_gpu": bandwidth}), []
         self.vllm = SimpleNamespace(
             connector="ours", running=[], requests={}, get_request_counts=lambda: (0, 1),
-            prev_step_scheduled_req_ids=set(), finished_recving_kv_req_ids=set(),
+            prev_step_scheduled_req_ids=set(), finished_recving_kv_req_ids=set(), pause_state=PauseState.UNPAUSED,
         )  # fmt: skip
         self.pool = Pool(self.evicted)
         sync_load = SyncLoad(milliseconds, 60.0, self.pool, lambda: self.vllm, "ours", self.planner)
@@ -307,6 +308,7 @@ def busy(engine):
     ({"instance": "a/2"}, None), ({"path": ReadPath.DIRECT}, None), ({}, lambda engine: busy(engine)),
     ({}, lambda engine: setattr(engine.vllm, "requests", {})), ({}, lambda engine: engine.sync_load._mapped.clear()),
     ({}, lambda engine: setattr(engine.sync_load, "_seconds", 0.0)), ({}, lambda engine: with_image(engine)),
+    ({}, lambda engine: setattr(engine.vllm, "pause_state", PauseState.PAUSED_NEW)),
 ])  # fmt: skip
 def test_last_part_of_followed_prefill_is_asynchronous(engine, fields, before):
     request, pending, ids = followed(engine)

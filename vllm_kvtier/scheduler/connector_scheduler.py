@@ -330,9 +330,11 @@ class KVTierConnectorScheduler(SchedulerParts):
         return self._exports.has_handoffs() and self._engine.draining
 
     def waits_for_loads(self) -> bool:
-        """Of an engine that pauses: its loads end before its steps do. They hold blocks, with which vLLM cannot reset
-        its prefix cache."""
-        return self._engine.paused_scheduler is not None and State.LOADING in self._matcher.states()
+        """Of an engine that pauses: its loads end, and are verified, before its steps do. They hold blocks, with which
+        vLLM cannot reset its prefix cache."""
+        if self._engine.paused_scheduler is None:
+            return False
+        return self._sync_load.verification_pending or State.LOADING in self._matcher.states()
 
     def _before_pool_reset(self) -> None:
         """vLLM is about to reset its prefix cache, and will not if a request is running, whose blocks are held."""

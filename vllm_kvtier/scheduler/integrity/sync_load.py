@@ -115,13 +115,15 @@ class SyncLoad:
 
     def may_end(self, state: RequestState, cost_key: str, nbytes: int, instance: str) -> bool:
         """Whether the rest of this request's asynchronous load may be synchronous, in the next step. ``nbytes`` of it
-        come from the peer ``instance``."""
+        come from the peer ``instance``. Not in a paused engine, whose next step may be after a reset of its cache."""
         if not self.possible or self.verification_pending or instance not in self._mapped:
             return False
         scheduler, request = self._scheduler(), state.request
         if not rollback.possible(scheduler, self._connector, request, request.num_tokens - 1):
             return False
-        if not rollback.waits_for_load(scheduler, request) or self._is_backing_off(cost_key):
+        if rollback.is_paused(scheduler) or not rollback.waits_for_load(scheduler, request):
+            return False
+        if self._is_backing_off(cost_key):
             return False
         return self._is_short(request, cost_key, nbytes, instance, True)
 

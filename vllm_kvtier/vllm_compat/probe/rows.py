@@ -328,6 +328,7 @@ ROWS: tuple[Row, ...] = (
         "eviction of single blocks", Feature.SYNC_LOADS, "a block in use is no longer found by its hash",
         trial=trials.evict, tried=(f"{_POOL}.evict_blocks",),
     ),
+        fields={_SCHEDULER: "pause_state"},
     Row(
         "sessions", Feature.SESSIONS, "the hashes of tokens that the next input replaces are dropped", since=(0, 32, 0),
         trial=trials.session,
