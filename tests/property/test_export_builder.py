@@ -658,6 +658,23 @@ def test_prefill_that_is_dropped_while_it_waits_is_not_exported(name, exported):
     assert "x" not in alone.exporter.unwanted, "the name of an ended prefill is kept for nothing"
 
 
+def test_prefill_with_the_name_of_an_earlier_one_is_known_as_its_own():
+    """A router asked again, after its first prefill ended without tokens. Stretches of the second one were refused, and
+    it was exported although no engine was to read it."""
+    alone, found = Alone([1] * HASH_BLOCK_SIZE), []
+    lock = SimpleNamespace(known=True, run_when_free=lambda job, refuse=None: job())
+    stretches = PrefillStretches(alone.engine, lock, alone.exporter, alone.table)
+    alone.exporter.on_queued("x")
+    alone.exporter.prefill_ended("x")
+    alone.exporter.on_queued("x")
+    stretches.lease(m.LeaseRequest(1, "i", 0, [], export="x", follow=True), b"c", 1.0, found.append)
+    assert found == [Refusal.NOT_READY]
+    stretches.release_export("x")
+    alone.add("q", [2] * HASH_BLOCK_SIZE, {**PREFILL, "kvtier": {"export_as": "x"}})
+    alone.step(("q", [5]))
+    assert alone.exporter.finished(alone.tracked["q"], ([5],)) is None
+
+
 def test_stretch_of_ended_prefill_is_refused_for_good_before_the_lock_is_known():
     """As where the probe found no lock. Its reader would wait for ten times the time limit."""
     alone, found = Alone([1] * HASH_BLOCK_SIZE), []

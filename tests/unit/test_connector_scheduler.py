@@ -57,7 +57,8 @@ def test_prefill_is_known_by_name_from_its_arrival_to_its_end(half):
     load = load_context([(16, None)], 16)
     half._exporter = ExportBuilder(load.engine, ExportTable(16, dict.fromkeys(LeaseKind, 2)), load.checksum_index)
     half._info, half._store = SimpleNamespace(unsupported="no KV cache"), None
-    half.on_new_request(SimpleNamespace(kv_transfer_params={"do_remote_decode": True, "kvtier": {"export_as": "e"}}))
+    request = SimpleNamespace(kv_transfer_params={"do_remote_decode": True, "kvtier": {"export_as": "e"}})
+    half.on_new_request(request)
     assert half._exporter.queued == {"e"}
     half._exporter.prefill_ended("e")
     assert not half._exporter.queued

@@ -59,7 +59,7 @@ class KVTierConnectorScheduler(SchedulerParts):
         """vLLM will schedule a request. Send its lookup; and if others are before it, have the store promote its
         blocks. A prefill for another engine ends where that one can go on; one by another engine is kept there."""
         if name := hints(request).export_as:
-            self._exporter.queued.add(name)
+            self._exporter.on_queued(name)
         if not (self._info.unsupported or self._passive or self._access.closed):
             self._exporter.prepare(request)
             if request.kv_transfer_params:

@@ -236,6 +236,11 @@ class ExportBuilder:
             found.append(entry.block)
         return found
 
+    def on_queued(self, name: str) -> None:
+        """A prefill that was named ahead is queued. An earlier one may have had the same name."""
+        self.queued.add(name)
+        self.ended.pop(name, None)
+
     def prefill_ended(self, name: str) -> None:
         """Call after ``finished``, or in place of it: a prefill that was named ahead has ended, with an export or
         not."""
