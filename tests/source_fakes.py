@@ -21,6 +21,8 @@ from vllm_kvtier.scheduler.sources.retained_blocks import RetainedBlocksSource
 from vllm_kvtier.scheduler.sources.slot_layout import NamespaceIds
 from vllm_kvtier.telemetry.stats import Counters
 
+ALL_BLOCKS = 1 << 60  # of a pool that no request has blocks of
+
 
 def load_context(
     groups,
@@ -38,6 +40,7 @@ def load_context(
     identity=(),
     info=(),
     retained_blocks=lambda: 0,
+    pinned_blocks=lambda: 0,
 ):
     """``identity``, ``info``: what differs from an engine of one rank at ("me", 9)."""
     groups, keys = cache_groups(groups), keys or ContentKeys(3)
@@ -55,7 +58,10 @@ def load_context(
             config or KVTierConfig(),
             SimpleNamespace(**facts),
             BlockGeometry(groups, hash_block_size, facts["whole_blocks"], 0, facts["in_flight"]),
-            pool or SimpleNamespace(free_count=lambda: 1 << 60, cached_about=lambda *_: 0),
+            pool
+            or SimpleNamespace(
+                free_count=lambda: 1 << 60, cached_about=lambda *_: 0, is_unused=lambda pinned: pinned == ALL_BLOCKS
+            ),
             counters or Counters(),
             reactor,
             SimpleNamespace(**{**engine, **dict(identity)}),
@@ -66,6 +72,7 @@ def load_context(
         sync_load or SyncLoad(0.0, 60.0, None, lambda: None, None, planner),
         NamespaceIds(),
         retained_blocks,
+        pinned_blocks,
     )
 
 

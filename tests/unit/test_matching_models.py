@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 from cache_groups import cache_groups
-from source_fakes import load_context, make_matcher
+from source_fakes import ALL_BLOCKS, load_context, make_matcher
 from support import make_request
 
 from vllm_kvtier.config import KVTierConfig
@@ -52,10 +52,11 @@ class Peers:
         return None
 
 
-def _matcher(groups, wire_codec="raw", **info):
+def _matcher(groups, wire_codec="raw", pinned=0, **info):
     peers = Peers(groups)
     config = KVTierConfig(bidirectional=True, pull_threshold=1, wire_codec=wire_codec)
-    load = load_context(groups, HASH_BLOCK_SIZE, peers, config=config, checksum_index=ChecksumIndex(), info=info)
+    load = load_context(groups, HASH_BLOCK_SIZE, peers, config=config, checksum_index=ChecksumIndex(), info=info,
+                        pinned_blocks=lambda: pinned)  # fmt: skip
     return make_matcher(load), peers
 
 
@@ -129,6 +130,28 @@ def test_matching_asks_again_for_a_lease_that_may_end_before_it_is_read(params, 
     peers.refuse()
     assert made.match(request, 0) == (0, False), "the export has ended"
     assert made.match(request, 0) == (0, False) and len(peers.asked) == 4 and not peers.released
+
+
+@pytest.mark.parametrize("params", [HANDOFF, SOURCE])
+@pytest.mark.parametrize("pinned", [0, ALL_BLOCKS])
+def test_matching_computes_a_prompt_whose_load_vllm_never_has_blocks_for(params, pinned):
+    """vLLM keeps more free for what it speculates, and no request ends that has some. The lease was asked for again
+    until the export ended, which takes minutes, and all requests behind waited."""
+    made, peers = _matcher([(HASH_BLOCK_SIZE, None)], pinned=pinned)
+    request = make_request("r", list(range(18)), HASH_BLOCK_SIZE, params)
+    assert made.match(request, 0) == (None, False)
+    answers = []
+    for _ in range(3):
+        peers.grant(16)
+        assert made.match(request, 0) == (16, True)
+        peers.asked[-1].deadline = time.monotonic() - 129
+        made.get("r").hit_at -= 131
+        made.get("r").asked_at -= 131
+        answers.append(made.match(request, 0))
+        if answers[-1] == (0, False):
+            break
+    assert answers == ([(None, False), (0, False)] if pinned else [(None, False)] * 3)
+    assert bool(peers.released) == bool(pinned) and made.get("r").miss_reason == "lease_held_too_long" * bool(pinned)
 
 
 def test_matching_reads_early_only_what_was_just_promised():

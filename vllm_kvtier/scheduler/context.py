@@ -108,8 +108,13 @@ class LoadContext:
     sync_load: SyncLoad
     namespace_ids: NamespaceIds  # of this engine's blocks in stores
     retained_blocks: Callable[[], int]  # that exports hold only until a request needs them
+    pinned_blocks: Callable[[], int]  # that any exports or leases hold
 
     def has_blocks(self, count: int) -> bool:
         """Whether a request can get ``count`` blocks."""
         free = self.engine.pool.free_count()
         return count <= free or count <= free + self.retained_blocks()
+
+    def no_request_has_blocks(self) -> bool:
+        """Whether all blocks are free, or held by exports and leases alone."""
+        return self.engine.pool.is_unused(self.pinned_blocks())

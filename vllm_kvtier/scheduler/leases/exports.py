@@ -237,6 +237,12 @@ class ExportTable:
                 self._retained = len({block for e in retained if not e.leases for block in e.pinned})
             return self._retained
 
+    def pinned_blocks(self) -> int:
+        """Blocks that exports and leases hold; requests may have some of them too."""
+        with self._lock:
+            waiting = (ids for _, _, ids in self._unready)
+            return len(set().union(*self._pinned.values(), *waiting, *self._freed))
+
     def clear(self) -> None:
         """End every export; leased ones are freed when their leases end."""
         with self._lock:

@@ -25,14 +25,14 @@ from vllm_kvtier.wire.messages import RankInfo
 
 # A request whose transfers from more peers failed is computed.
 MAX_FAILED_PEERS = 4
-# Hits held too long while no block of the engine was in use, after which a request is computed.
+# Hits held too long while no request had blocks, after which a request is computed.
 MAX_VAIN_HOLDS = 2
 
 
 class RequestMatcher:
     def __init__(self, context: LoadContext, sources: Sequence[KVSource]):
         """``sources``: in the order in which they are asked."""
-        self._engine, self._geometry = context.engine, context.engine.geometry
+        self._context, self._engine, self._geometry = context, context.engine, context.engine.geometry
         self._config, self._counters = context.engine.config, context.engine.counters
         self._planner, self._sync_load, self._checksum_index = (
             context.planner,
@@ -171,8 +171,12 @@ class RequestMatcher:
                     now = time.monotonic()
                     old = not state.taken_hit.source.cost_key and self._load_or_recompute.is_too_old(state, now)
                     if old and now - state.asked_at > self._config.transfer_timeout:  # not what came just now
-                        self._source_selector.ask_again(state)  # the peer may have it still, and leases it anew
-                        continue
+                        if not self._is_held_in_vain(state):
+                            self._source_selector.ask_again(state)  # the peer may have it still, and leases it anew
+                            continue
+                        state.decline_lookup(self._counters, "lease_held_too_long")
+                        self._source_selector.advance(state, Event.DECLINE)
+                        return 0, False
                     alone = len(self._tracked) == 1
                     synchronous = self._sync_load.is_eligible(state, computed, len(self._tracked))
                     gain = self._load_or_recompute.usable_tokens(state, computed, now, alone or synchronous)
@@ -200,8 +204,7 @@ class RequestMatcher:
         """While a request waits for free blocks, vLLM's cache may evict its prefix: ask the store again, from there.
 
         A hit that begins after ``computed`` is of no use, and an earlier miss is out of date. So is a hit that is held
-        for longer than ``max_hold_seconds``; the second one while no block is in use, after which the request is
-        computed. Of other sources the one that was asked is asked again, once.
+        for longer than ``max_hold_seconds``. Of other sources the one that was asked is asked again, once.
         """
         pending = state.pending
         if pending is not None and pending.start > computed and not (pending.source.cost_key or state.asked_again):
@@ -218,13 +221,19 @@ class RequestMatcher:
         if state.life.state is State.HIT and hit and hit.source.cost_key and (old or hit.start > computed):
             state.decline_lookup(self._counters, "lease_held_too_long" if old else "local_prefix_evicted")
             self._source_selector.advance(state, Event.DECLINE)
-            # A load needs all of its blocks at once, and more for drafts: in a small cache vLLM may never have them.
-            state.vain_holds += old and self._engine.pool.is_unused()
-            candidates = candidates if state.vain_holds < MAX_VAIN_HOLDS else deque()
+            candidates = deque() if old and self._is_held_in_vain(state) else candidates
         elif state.life.state is not State.LOCAL or state.asked_from - computed < max(1, self._config.pull_threshold):
             return
         state.life.fire(Event.PREEMPT)
         state.hit, state.plan, state.candidates = None, None, candidates
+
+    def _is_held_in_vain(self, state: RequestState) -> bool:
+        """Whether a hit that was held too long is the last, and the request is computed.
+
+        A load needs all of its blocks at once, and more for drafts: in a small cache vLLM may never have them.
+        """
+        state.vain_holds += self._context.no_request_has_blocks()
+        return state.vain_holds >= MAX_VAIN_HOLDS
 
     def _waits_for_load(self, state: RequestState, computed: int) -> bool:
         """Whether another request loads the block that this one needs next, and half of that load is of use here.

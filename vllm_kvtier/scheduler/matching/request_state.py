@@ -57,7 +57,7 @@ class RequestState:
     num_external_tokens: int = 0
     preemptions: int = 0
     num_waits: int = 0  # times that other requests waited a moment for an answer to this one
-    vain_holds: int = 0  # hits that were held too long while no block of the engine was in use
+    vain_holds: int = 0  # hits that were held too long while no request had blocks
     waits_for: str = ""  # request that loads what this one needs
     load_wait_began: float = 0.0  # when the first such load began
     others_running: bool = False  # other requests were in the engine when it was last decided whether to load

@@ -65,9 +65,9 @@ class BlockPool:
 
         self._pool.reset_prefix_cache = reset_prefix_cache
 
-    def is_unused(self) -> bool:
-        """Whether no block is held, but for vLLM's null block."""
-        return self.free_count() >= self.num_blocks - 1
+    def is_unused(self, pinned: int) -> bool:
+        """Whether no block is held, but for vLLM's null block and ``pinned`` ones."""
+        return self.free_count() + pinned >= self.num_blocks - 1
 
     def is_empty(self) -> bool:
         """Whether no block is held and none is in the prefix cache. Checks every block: for rare events."""
