@@ -43,6 +43,8 @@ SCHEDULER_TESTS = (
     "tests/property/test_sync_load_lives.py",  # these three skip themselves where vLLM lacks what they drive
     "tests/property/test_followed_sync_lives.py",
     "tests/property/test_kept_blocks_lives.py",
+    "tests/unit/test_admission.py",
+    "tests/unit/test_paused_loads.py",
     "tests/unit/test_engine_thread.py",
     "tests/unit/test_scheduler_lock.py",
 )

@@ -32,6 +32,7 @@ from vllm_kvtier.scheduler.leases.exports import Export, ExportTable, GroupBlock
 from vllm_kvtier.scheduler.matching.provenance import Provenance
 from vllm_kvtier.telemetry.stats import Counters
 from vllm_kvtier.vllm_compat.connector_types import WorkerReport
+from vllm_kvtier.vllm_compat.hooks.admission import Admission
 from vllm_kvtier.vllm_compat.hooks.waiting_loop import WaitingLoop
 
 OURS = str(Path(vllm_kvtier.__file__).parent)
@@ -94,11 +95,11 @@ class RaisingLife(Life):
         half._info = SimpleNamespace(unsupported=None, groups=groups)
         half._offloader, half._store, half._geometry = None, self.tier, self.load.engine.geometry
         half._questions = SimpleNamespace(waiting=[])
-        half._engine = SimpleNamespace(waiting_loop=WaitingLoop())
+        half._engine = SimpleNamespace(waiting_loop=WaitingLoop(), admission=Admission())
         facts = SimpleNamespace(reports_failed_requests=False, followed=lambda ids: ids)
         half._run_jobs, half._provenance = lambda: None, Provenance(None)
         half._identity = bare_identity(namespace=object())
-        half._free_blocks = lambda blocks: None
+        half._pool = SimpleNamespace(free_count=lambda: 1 << 30)
         half._exporter = SimpleNamespace(finished=lambda *_: None, drain=lambda: None)
         half._access = SimpleNamespace(closed=True)
         half._tables = SimpleNamespace(remove=lambda name: None)
@@ -209,7 +210,7 @@ class RaisingEngine(EngineLife):
         self.contain = Containment(Counters(), lambda: float(self.contain.errors * 100))
         super().__init__(make, seed, self.contain, **options)
         half, connector = self.half, self.scheduler.connector
-        half._access, half._free_blocks = SimpleNamespace(closed=True), lambda blocks: None
+        half._access, half._pool = SimpleNamespace(closed=True), SimpleNamespace(free_count=lambda: 1 << 30)
         half._exporter.finished = lambda *_: None
         half._tables.remove = half._tables.clear = lambda *_: None
         half._exports.end_export = lambda name: None

@@ -33,6 +33,7 @@ from vllm_kvtier.scheduler.integrity.sync_load import SyncLoad
 from vllm_kvtier.scheduler.matching.provenance import Provenance
 from vllm_kvtier.scheduler.matching.request_lifecycle import State
 from vllm_kvtier.vllm_compat.connector_types import StepMetadata, WorkerReport
+from vllm_kvtier.vllm_compat.hooks.admission import Admission
 from vllm_kvtier.vllm_compat.hooks.block_pool import BlockPool
 from vllm_kvtier.vllm_compat.hooks.waiting_loop import WaitingLoop
 from vllm_kvtier.vllm_compat.probe.features import granted
@@ -182,7 +183,8 @@ class Life:
         )
         world.planner.observe_load = world.planner.observe_handover = lambda *_: None
         self.half = half = KVTierConnectorScheduler.__new__(KVTierConnectorScheduler)
-        half._engine = SimpleNamespace(paused_scheduler=None, waiting_loop=WaitingLoop())
+        half._engine = SimpleNamespace(paused_scheduler=None, waiting_loop=WaitingLoop(), admission=Admission())
+        half._engine.admission.install(scheduler)
         half._info = SimpleNamespace(unsupported=None, groups=ONE, followed=lambda ids: ids)
         half._contain, half._passive = contain, False
         half._matcher, half._sync_load, half._pool = world.matcher, world.sync_load, pool

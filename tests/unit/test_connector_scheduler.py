@@ -21,6 +21,7 @@ from vllm_kvtier.scheduler.sources.prefill_handoff import PrefillHandoffSource
 from vllm_kvtier.scheduler.sources.remote_store import RemoteStoreSource
 from vllm_kvtier.telemetry.stats import Counters
 from vllm_kvtier.vllm_compat.connector_types import hit_sources
+from vllm_kvtier.vllm_compat.hooks.admission import Admission
 from vllm_kvtier.wire import link as m
 
 
@@ -42,6 +43,7 @@ def half():
     half = KVTierConnectorScheduler.__new__(KVTierConnectorScheduler)
     half.counters, half._sharing = Counters(), None
     half._contain, half._passive = Uncontained(), False
+    half._engine = SimpleNamespace(admission=Admission())
     half.ended, half.source = [], Source()
     half._matcher = SimpleNamespace(
         get=lambda name: SimpleNamespace(
@@ -61,7 +63,9 @@ def test_prefill_is_known_by_name_from_its_arrival_to_its_end(half):
     half.on_new_request(request)
     assert half._exporter.queued == {"e"}
     half._exporter.prefill_ended("e")
-    assert not half._exporter.queued
+    assert not half._exporter.queued and "e" in half._exporter.ended
+    half.on_new_request(request)
+    assert half._exporter.queued == {"e"} and not half._exporter.ended
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from vllm_kvtier.scheduler.sources.base import LookupHit
 from vllm_kvtier.scheduler.sources.node_store import NodeStoreSource
 from vllm_kvtier.scheduler.sources.peer_gpu import PeerGpuSource
 from vllm_kvtier.shapes.read_paths import ReadPath
+from vllm_kvtier.vllm_compat.hooks.admission import Admission
 from vllm_kvtier.vllm_compat.hooks.waiting_loop import WaitingLoop
 from vllm_kvtier.vllm_compat.probe.features import granted
 from vllm_kvtier.vllm_compat.probe.row import Feature
@@ -216,8 +217,9 @@ def test_sync_load_overdue_verification_waits_for_end_of_step(bare):  # noqa: F8
     half._provenance = SimpleNamespace(admit=lambda request, named: named)
     match = staticmethod(lambda request, computed: (None, False))
     half._matcher = type("Matcher", (), {"match": match, "get": {}.get, "__len__": lambda self: 1})()
-    half._engine = SimpleNamespace(waiting_loop=WaitingLoop())
-    assert half.match(SimpleNamespace(request_id="r"), 0) == (None, False) and not arrived
+    half._engine = SimpleNamespace(waiting_loop=WaitingLoop(), admission=Admission())
+    request = SimpleNamespace(request_id="r", skip_reading_prefix_cache=False)
+    assert half.match(request, 0) == (None, False) and not arrived
     half._info.unsupported = "no"
     half.end_step()
     assert arrived == ["verdict"]

@@ -27,6 +27,7 @@ from vllm_kvtier.vllm_compat import adapters as adapters_module
 from vllm_kvtier.vllm_compat import requests as vr
 from vllm_kvtier.vllm_compat import weights
 from vllm_kvtier.vllm_compat.adapters import Adapters
+from vllm_kvtier.vllm_compat.hooks.admission import Admission
 from vllm_kvtier.vllm_compat.hooks.block_pool import BlockPool
 from vllm_kvtier.vllm_compat.hooks.waiting_loop import WaitingLoop
 from vllm_kvtier.wire.link import ClearChecksums
@@ -137,7 +138,7 @@ class Running:
         half._info = SimpleNamespace(unsupported=None)
         half._questions, half._geometry = SimpleNamespace(waiting=[]), self.world.load.engine.geometry
         half._run_jobs, half._identity = lambda: None, bare_identity(namespace=object())
-        half._free_blocks = lambda needed: None
+        half._pool = SimpleNamespace(free_count=lambda: 99)
         half._contain, half._passive = Uncontained(), False
         half._exporter = SimpleNamespace(drain=lambda: None)
         half._events = half._offloader = half._sharing = None
@@ -148,7 +149,7 @@ class Running:
         half._sync_load = SimpleNamespace(unpin=lambda: None, pin_again=lambda: None, verification_pending=False)
         half._engine = SimpleNamespace(
             paused_scheduler=None, scheduler_lock=SimpleNamespace(held=lambda method: method),
-            waiting_loop=WaitingLoop(),
+            waiting_loop=WaitingLoop(), admission=Admission(),
         )  # fmt: skip
         self.namespaces = NamespaceIds()
         self.namespaces.base = b"base"

@@ -71,6 +71,7 @@ class KVTierConnectorScheduler(SchedulerParts):
         self._matcher.prefetch_lookup(request)
 
     def match(self, request: Any, computed: int) -> tuple[int | None, bool]:
+        kept_free = self._engine.admission.asked_for(request)
         if self._passive:
             return self.compute(request)
         self._identity.resolve_namespace()
@@ -82,20 +83,24 @@ class KVTierConnectorScheduler(SchedulerParts):
         if not admitted:
             # vLLM's prefix cache has blocks that are not verified yet: see ``SyncLoad``.
             if admitted is None or self._sync_load.verification_pending:
-                self._engine.waiting_loop.skipped()
+                if not request.skip_reading_prefix_cache:  # else vLLM (0.31 on) admits it without an answer
+                    self._engine.waiting_loop.skipped()
                 return None, False
             self._matcher.release_all(request)
             return 0, False
         tokens, asynchronous = self._matcher.match(request, computed)
         if tokens is None:
-            state = self._matcher.get(request.request_id)
-            self._engine.waiting_loop.skipped(state.asked_at if state is not None else 0.0)
+            if not request.skip_reading_prefix_cache:
+                state = self._matcher.get(request.request_id)
+                self._engine.waiting_loop.skipped(state.asked_at if state is not None else 0.0)
         else:
             # vLLM asks again where it lacked blocks. It also takes the free ones that hold what it has computed, and
             # may want one more of each group for what it speculates.
             again, self._answered = self._answered == request.request_id, request.request_id
             needed = self._geometry.taken_blocks(request.num_tokens - (0 if again else computed))
-            self._free_blocks(needed + again * len(self._info.groups))
+            needed += again * len(self._info.groups) + kept_free
+            if needed > self._pool.free_count():
+                self._free_blocks(needed)
         return tokens, asynchronous
 
     def longest_local_hit(self, request: Any) -> int:
@@ -115,12 +120,11 @@ class KVTierConnectorScheduler(SchedulerParts):
             self._contain.attempt("release", step)
 
     def _free_blocks(self, needed: int) -> None:
-        """vLLM needs ``needed`` blocks: end exports, then cancel copies, that hold some."""
-        if needed > self._pool.free_count():
-            self._exporter.release_for_requests(needed)
-            short = needed - self._pool.free_count()
-            if short > 0 and self._offloader is not None:
-                self._offloader.cancel_for_requests(short)
+        """vLLM needs ``needed`` blocks, more than are free: end exports, then cancel copies, that hold some."""
+        self._exporter.release_for_requests(needed)
+        short = needed - self._pool.free_count()
+        if short > 0 and self._offloader is not None:
+            self._offloader.cancel_for_requests(short)
 
     def allocated(self, request: Any, block_ids: tuple[list[int], ...], external: int) -> None:
         self._answered = ""
@@ -185,8 +189,8 @@ class KVTierConnectorScheduler(SchedulerParts):
         short = needed > self._pool.free_count()
         waiting = self._matcher.waiting_tokens(output.num_scheduled_tokens) if self._matcher.loaded else 0
         if waiting:
-            needed += self._geometry.taken_blocks(waiting) + len(self._info.groups)
-        if short or waiting:
+            needed += self._geometry.taken_blocks(waiting) + len(self._info.groups) + self._engine.admission.kept_free()
+        if short or (waiting and needed > self._pool.free_count()):
             self._free_blocks(needed)
         if short is not self._tables.each_block:
             self._tables.look_at_each_block(short)

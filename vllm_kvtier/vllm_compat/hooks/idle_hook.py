@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 from vllm_kvtier.containment import Containment
 from vllm_kvtier.logs import get_logger
 from vllm_kvtier.vllm_compat.hooks import rollback, step_pause
+from vllm_kvtier.vllm_compat.hooks.admission import Admission
 from vllm_kvtier.vllm_compat.hooks.scheduler_lock import SchedulerLock
 from vllm_kvtier.vllm_compat.hooks.waiting_loop import WaitingLoop
 from vllm_kvtier.vllm_compat.probe.features import granted
@@ -52,6 +53,7 @@ class EngineThread:
         self._on_idle, self._connector, self._on_scheduler = on_idle, connector, on_scheduler
         self._contain, self._sees_pauses = containment, granted(Feature.PAUSED)
         self.scheduler_lock, self.waiting_loop = SchedulerLock(containment), WaitingLoop()
+        self.admission = Admission()
         self._install()
         step_pause.install()
 
@@ -109,6 +111,8 @@ class EngineThread:
                 self.scheduler_lock.install(scheduler)
             if granted(Feature.QUEUES):
                 self.waiting_loop.install(scheduler)
+            if granted(Feature.ADMISSION):
+                self.admission.install(scheduler)
             self._on_scheduler(scheduler)
 
     def wake(self) -> None:

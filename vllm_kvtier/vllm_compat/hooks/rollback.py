@@ -108,6 +108,7 @@ def drop_load(scheduler: Any, request: Any) -> None:
     elif request.status not in (RequestStatus.WAITING, RequestStatus.PREEMPTED) or not request.num_computed_tokens:
         return
     scheduler.kv_cache_manager.free(request)
+    scheduler._inflight_prefills.discard(request)  # as ``admission`` says
     request.num_computed_tokens = 0
 
 

@@ -26,6 +26,7 @@ NEEDS = {
     Feature.LOCAL_HITS: (Feature.STATES,),
     Feature.PAUSES: (Feature.IDLE,),
     Feature.QUEUES: (Feature.IDLE,),
+    Feature.ADMISSION: (Feature.IDLE,),
     Feature.DRAINING: (Feature.IDLE,),
     Feature.PAUSED: (Feature.IDLE,),
     Feature.PEER_FETCH: (Feature.IDLE,),

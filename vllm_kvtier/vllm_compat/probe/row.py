@@ -20,6 +20,7 @@ class Feature(enum.Enum):
     IDLE = "work while the engine is idle"
     PAUSES = "loads that end vLLM's pauses between empty steps"
     QUEUES = "steps that stay short with a long queue"
+    ADMISSION = "blocks that exports give back as soon as vLLM admits a request with them"
     DRAINING = "hand-offs that are read while the engine ends"
     PAUSED = "resets of a paused engine that has loads under way"
     PEER_FETCH = "peer fetch"

@@ -293,10 +293,16 @@ ROWS: tuple[Row, ...] = (
         trial=trials.waiting_loop, tried=(f"{_SCHEDULER}.schedule",), tries="code",
     ),
     Row(
+        "admission of requests", Feature.ADMISSION, "the blocks that stay free, and the prefills that they are for",
+        sets={_SCHEDULER: "running kv_cache_manager _inflight_prefills", _MANAGER: "watermark_blocks"},
+    ),
+    Row(
         "paused engine", Feature.PAUSED, "whether it is, and whose loads have ended",
         names=("vllm.v1.core.sched.interface:PauseState.UNPAUSED",),
         fields={_SCHEDULER: "pause_state"},
-        sets={_SCHEDULER: "finished_recving_kv_req_ids failed_recving_kv_req_ids kv_cache_manager"},
+        sets={
+            _SCHEDULER: "finished_recving_kv_req_ids failed_recving_kv_req_ids kv_cache_manager _inflight_prefills"
+        },
         calls=((f"{_MANAGER}.free", 2, ()),),
     ),
     Row(
@@ -322,13 +328,13 @@ ROWS: tuple[Row, ...] = (
             _SCHEDULER: "running requests connector prev_step_scheduled_req_ids finished_recving_kv_req_ids "
             "use_v2_model_runner"
         },
+        fields={_SCHEDULER: "pause_state"},
         calls=((f"{_SCHEDULER}.get_request_counts", 1, ()),),
     ),
     Row(
         "eviction of single blocks", Feature.SYNC_LOADS, "a block in use is no longer found by its hash",
         trial=trials.evict, tried=(f"{_POOL}.evict_blocks",),
     ),
-        fields={_SCHEDULER: "pause_state"},
     Row(
         "sessions", Feature.SESSIONS, "the hashes of tokens that the next input replaces are dropped", since=(0, 32, 0),
         trial=trials.session,

@@ -1,0 +1,169 @@
+"""What vLLM's own scheduler wants free before it gives a waiting request blocks, and what exports give back."""
+
+import time
+from functools import partial
+
+import pytest
+from test_engine_thread import BLOCK, KVTIER, engine, kvtier  # noqa: F401
+from test_paused_loads import begin, step
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.request import Request
+
+from vllm_kvtier.jobs.results import LoadResult
+from vllm_kvtier.scheduler.leases.exports import Export, GroupBlocks, LeaseKind
+from vllm_kvtier.scheduler.matching.request_lifecycle import Event, State
+from vllm_kvtier.vllm_compat.connector_types import WorkerReport
+from vllm_kvtier.vllm_compat.probe.features import release
+
+WATERMARK = 8
+
+
+def ask(name, tokens, first, generate=1, **params):
+    params = SamplingParams(max_tokens=generate, ignore_eos=True, **params)
+    params.update_from_generation_config({}, 1)
+    return Request(name, [first, *range(1, tokens)], params, None,
+                   block_hasher=get_request_block_hasher(BLOCK, sha256))  # fmt: skip
+
+
+def export(half, count, kind=LeaseKind.RETAINED):
+    """``count`` blocks of a request that has ended."""
+    ids = [block.block_id for block in half.pool.get_new_blocks(count)]
+    made = Export(
+        id="e", kind=kind, tokens=count * BLOCK, block_hashes=[b"%032d" % i for i in range(count)], digest=b"",
+        lora_fingerprint=b"", groups=[GroupBlocks(BLOCK, ids)], pinned=ids, ready_step=-1,
+        deadline=time.monotonic() + 480,
+    )  # fmt: skip
+    assert half._exports.add(made)
+
+
+@pytest.fixture
+def half(engine, monkeypatch):  # noqa: F811
+    """Of an engine that loads as many tokens as ``half.loads`` says of a request."""
+    core = engine({**KVTIER, "kv_connector_extra_config": {"store": "off", "bidirectional": True, "retain_share": 0.9}})
+    half = kvtier(core)._scheduler
+    half.core, half.loads, half.asked = core, {}, []
+    half.pool = core.scheduler.kv_cache_manager.block_pool
+    match, allocated = half._matcher.match, half.allocated
+
+    def matched(request, computed):
+        half.asked.append(request.request_id)
+        if request.request_id not in half.loads:
+            return match(request, computed)
+        state = half._matcher.track(request)
+        if state.life.state is State.LOCAL:
+            state.life.fire(Event.PREEMPT)  # offered again
+        return half.loads[request.request_id], True
+
+    def given(request, block_ids, external):
+        (partial(begin, half) if external else allocated)(request, block_ids, external)
+
+    monkeypatch.setattr(half._matcher, "match", matched)
+    monkeypatch.setattr(half, "allocated", given)
+    return half
+
+
+def load_fails(half, name):
+    """All of it: vLLM asks for the request again."""
+    [blocks] = half.core.scheduler.kv_cache_manager.get_block_ids(name)
+    step(
+        half.core.scheduler, finished_recving={name}, invalid_block_ids=set(blocks[:1]),
+        kv_connector_worker_meta=WorkerReport([LoadResult(name, set(blocks[:1]), "gone", 2, 0.1, 0.0)]),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("watermark", [0, WATERMARK])
+def test_retained_blocks_give_way_to_watermark(half, watermark):
+    """With --watermark vLLM admits a request beside others only if more is free than it takes. Exports gave back what
+    it takes, and the queue stood for ``retain_seconds``."""
+    scheduler = half.core.scheduler
+    scheduler.kv_cache_manager.watermark_blocks = watermark
+    half.core.add_request(ask("runs", 10 * BLOCK, 500, generate=20))
+    step(scheduler)
+    export(half, 20)
+    half.core.add_request(ask("waits", 4 * BLOCK - 3, 600))
+    step(scheduler)
+    assert "waits" not in scheduler.requests, "it had its one token"
+    assert half._exports.counts()["exports"] == (not watermark), "it is kept where there is room for both"
+
+
+@pytest.mark.parametrize("watermark", [0, WATERMARK])
+def test_retained_blocks_give_way_to_watermark_of_request_whose_load_has_ended(half, watermark):
+    scheduler = half.core.scheduler
+    scheduler.kv_cache_manager.watermark_blocks = watermark
+    half.core.add_request(ask("runs", 8 * BLOCK, 500, generate=20))
+    half.loads["loads"] = 4 * BLOCK
+    half.core.add_request(ask("loads", 6 * BLOCK, 600))
+    step(scheduler)
+    export(half, half.pool.get_num_free_blocks() - 8)
+    step(scheduler, finished_recving={"loads"},
+         kv_connector_worker_meta=WorkerReport([LoadResult("loads", set(), "", 2, 0.1, 0.0)]))  # fmt: skip
+    step(scheduler)
+    step(scheduler)
+    assert "loads" not in scheduler.requests and half._exports.counts()["exports"] == (not watermark)
+
+
+def test_watermark_keeps_nothing_for_the_only_request(half):
+    scheduler = half.core.scheduler
+    scheduler.kv_cache_manager.watermark_blocks = WATERMARK
+    export(half, 26)
+    half.core.add_request(ask("r", 9 * BLOCK - 3, 600))
+    step(scheduler)
+    assert "r" not in scheduler.requests and half._exports.counts()["exports"] == 1
+
+
+def test_load_that_failed_is_offered_again_and_has_its_blocks(half):
+    """vLLM counted the blocks that the failed load was to get beside those that it got now: 45 of 39."""
+    scheduler = half.core.scheduler
+    half.loads["r"] = 22 * BLOCK
+    half.core.add_request(ask("r", 22 * BLOCK + 5, 500))
+    assert step(scheduler) == 0
+    load_fails(half, "r")
+    half.core.add_request(ask("behind", BLOCK, 600))
+    assert step(scheduler) == BLOCK
+    assert half.asked == ["r", "r", "behind"] and len(scheduler.kv_cache_manager.get_block_ids("r")[0]) == 22
+
+
+def test_load_that_a_reset_took_back_keeps_no_blocks_from_others(half):
+    """vLLM counted its blocks for the request that came to stand before it."""
+    scheduler = half.core.scheduler
+    half.loads = {"dropped": 22 * BLOCK}
+    half.core.add_request(ask("dropped", 22 * BLOCK + 5, 500))
+    step(scheduler)
+    scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    step(scheduler, finished_recving={"dropped"},
+         kv_connector_worker_meta=WorkerReport([LoadResult("dropped", set(), "", 2, 0.1, 0.0)]))  # fmt: skip
+    assert scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert scheduler._inflight_prefill_reserved_blocks() == 0
+    scheduler.set_pause_state(PauseState.UNPAUSED)
+    step(scheduler)
+    assert len(scheduler.kv_cache_manager.get_block_ids("dropped")[0]) == 22
+
+
+def test_request_that_vllm_admits_without_an_answer_is_not_skipped(half, monkeypatch):
+    """One that reads no prefix cache. It counted among those that a step may skip."""
+    skipped, computed = [], BLOCK if release() >= (0, 31, 0) else 0
+    monkeypatch.setattr(half._engine.waiting_loop, "skipped", lambda *at: skipped.append(at))
+    monkeypatch.setattr(half._matcher, "match", lambda request, computed: (half._matcher.track(request), (None, 0))[1])
+    half.core.add_request(ask("reads nothing", BLOCK, 500, prompt_logprobs=1))
+    half.core.add_request(ask("reads", BLOCK, 600))
+    assert step(half.core.scheduler) == computed and len(skipped) == 1
+    monkeypatch.setattr(half._provenance, "admit", lambda *_: None)
+    half.core.add_request(ask("nor does this", BLOCK, 500, prompt_logprobs=1))
+    assert step(half.core.scheduler) == computed and len(skipped) == 2
+
+
+@pytest.mark.parametrize("kind", [LeaseKind.RETAINED, LeaseKind.HANDOFF])
+def test_blocks_of_exports_are_no_request_s(half, kind):
+    context = half._matcher._context
+    export(half, 20, kind)
+    assert context.no_request_has_blocks()
+    half.core.add_request(ask("runs", BLOCK, 500, generate=3))
+    step(half.core.scheduler)
+    assert not context.no_request_has_blocks()
+    half._exports.clear()  # its blocks are freed when they are unpinned
+    step(half.core.scheduler)
+    step(half.core.scheduler)
+    assert "runs" not in half.core.scheduler.requests and context.no_request_has_blocks()

@@ -1,0 +1,30 @@
+"""The blocks that vLLM's scheduler wants free before it gives a waiting request its own. Scheduler thread.
+
+Besides those of the request, vLLM (0.25.1 to 0.33) keeps ``--watermark`` blocks free while another request runs. For an
+asynchronous load it also keeps free what all prefills under way lack still. Among these it counts a request whose load
+failed, and which has no blocks any more: offered a load again, the request would need all of its blocks twice.
+"""
+
+from typing import Any
+
+
+class Admission:
+    def __init__(self) -> None:
+        self._scheduler: Any = None
+
+    def install(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+
+    def kept_free(self) -> int:
+        """Blocks that stay free when vLLM admits or resumes a request now."""
+        scheduler = self._scheduler
+        return scheduler.kv_cache_manager.watermark_blocks if scheduler is not None and scheduler.running else 0
+
+    def asked_for(self, request: Any) -> int:
+        """As ``kept_free``, when vLLM asks the connector for this request. It has no blocks then, and none are to be
+        kept free for the rest of its prefill."""
+        scheduler = self._scheduler
+        if scheduler is None:
+            return 0
+        scheduler._inflight_prefills.discard(request)
+        return scheduler.kv_cache_manager.watermark_blocks if scheduler.running else 0
