@@ -58,7 +58,7 @@ def _rows(name: str, kind: type[CacheKind]) -> list[tuple[str, ...]]:
     specs = ", ".join(f"`{spec}`" for spec in kind.specs)
     return [
         (layers, models, f"`{name}`", specs, needs, SPLITS[kind.split], "yes",
-         "equal sizes" if kind.split is Split.RANKS else "yes", encoded)
+         "[some shapes](engine-shapes.md#recurrent-states)" if kind.split is Split.RANKS else "yes", encoded)
         for layers, models in kind.models.items()
     ]  # fmt: skip
 

@@ -346,6 +346,14 @@ def test_connector_setting_failure_policy_is_logged(configure, caplog, monkeypat
     assert len(lines) == said and all("kv_connector_extra_config" in line for line in lines)
 
 
+def test_devices_other_than_nvidias_and_cpus_are_refused_in_words(configure):
+    """Host code read their tensors, and each worker logged two tracebacks."""
+    config = configure()
+    assert not engine_info(config, cache(FULL)).unsupported
+    config.device_config.device_type = "xpu"
+    assert "device type xpu" in engine_info(config, cache(FULL)).unsupported
+
+
 @pytest.mark.parametrize("sizes", [{"decode_context_parallel_size": 2}, {"prefill_context_parallel_size": 2}])
 def test_engine_with_context_parallelism_has_virtual_blocks_and_takes_no_windows_or_states(configure, sizes):
     config = configure()

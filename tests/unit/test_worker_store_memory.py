@@ -26,6 +26,7 @@ from vllm_kvtier.store.server.server import StoreServer
 from vllm_kvtier.wire.reactor import Reactor
 from vllm_kvtier.wire.slots import PAGE, PIECE_BYTES, part_layout
 from vllm_kvtier.worker.copy.base import make_copier
+from vllm_kvtier.worker.device import cuda_driver
 from vllm_kvtier.worker.store import store_memory
 from vllm_kvtier.worker.store.copy_engine import CopyEngine
 from vllm_kvtier.worker.store.store_memory import MAX_DELAY, MemoryUser, StoreMemory
@@ -224,6 +225,21 @@ def test_store_memory_unusable_is_retried_with_next_store_only(world, error):
     world.client.send("b", PIECE_BYTES, PIECE_BYTES)
     world.turns.all()
     assert world.pool.instance == "b" and world.pool.registered_pages == PIECE_BYTES // PAGE and world.pool.reason == ""
+
+
+def test_store_memory_of_a_device_without_nvidias_driver_is_refused_once(world, monkeypatch, caplog):
+    """The missing library was taken for too few descriptors, and mapped again every minute."""
+    def absent(name):
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(cuda_driver.ctypes, "CDLL", absent)
+    with pytest.raises(cuda_driver.CudaError) as caught:
+        cuda_driver._library()
+    world.refuse = caught.value
+    world.client.send("a", PIECE_BYTES, PIECE_BYTES)
+    world.turns.all()
+    assert "libcuda.so.1" in world.pool.reason and "tried again" not in caplog.text
+    assert len(world.client.mappings) == 1
 
 
 def test_store_memory_of_old_store_stays_while_copies_use_it(world, clock):

@@ -195,6 +195,8 @@ def _unsupported(vllm_config: Any, kv_cache_config: Any) -> str | None:
         return reason
     if not kv_cache_config.kv_cache_groups:
         return "this model has no KV cache"
+    if (device := vllm_config.device_config.device_type) not in ("cuda", "cpu"):
+        return f"KV caches of device type {device} are not supported: KV is neither pulled, stored nor loaded"
     # vLLM before 0.31 refuses this with any connector; later ones end when they lack a block's.
     if (extra := value(vllm_config, "VllmConfig.aux_output_config")) is not None and extra.enabled:
         return "routed experts are returned, which KV from elsewhere lacks: KV is neither pulled, stored nor loaded"

@@ -98,8 +98,8 @@ def _library(quick: bool = False) -> ctypes.CDLL:
     """``quick``: calls keep the GIL."""
     try:
         library = (ctypes.PyDLL if quick else ctypes.CDLL)("libcuda.so.1")
-    except OSError as error:
-        raise CudaError(f"the CUDA driver cannot be loaded ({error}): is the NVIDIA driver visible here?") from error
+    except OSError as error:  # not its cause: other OSErrors pass
+        raise CudaError(f"the CUDA driver cannot be loaded ({error}): is the NVIDIA driver visible here?") from None
     for name, arguments in _SIGNATURES.items():
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, _INT
