@@ -79,7 +79,7 @@ def test_copy_engine_stores_on_the_models_stream_only_what_its_ring_has_room_for
         offload.submit_store(store(32, step=1))
     offload.step_launched(1, None)
     offload.step_launched(2, ended)
-    offload._behind_step = False  # a poll that could begin stores came before these
+    offload.poll(stores=False)
     offload.poll()
     assert not link.streams and offload.next_poll() == pytest.approx(module.QUIET_SECONDS)
     clock.now += module.QUIET_SECONDS

@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-import math
+import random
 import threading
 import time
 from types import SimpleNamespace
@@ -76,7 +76,6 @@ def worker(monkeypatch):
             pass
 
     monkeypatch.setattr(store_worker, "StoreMemory", FakePool)
-    monkeypatch.setattr(store_worker, "FIRST_STEP_PAUSE", math.inf)  # steps follow each other, however slow the test
     reactor = Reactor("test-tiering")
     told, finished = [], []
     view = SimpleNamespace(groups=[group_view(0, 16)], device=SimpleNamespace(type="cpu"))
@@ -240,27 +239,7 @@ def test_stores_wait_while_a_forward_is_launched(worker):
     eventually(lambda: worker.told, 5.0, "stored after all")
     worker.tier.launching = time.monotonic()
     worker.tier.step(2, "fence 2")
-    assert worker.tier.launching == -math.inf, "the launch has ended"
-
-
-def test_no_store_begins_right_behind_first_step(worker, monkeypatch):
-    """A request waits for its token then; behind the steps that follow it stores begin at once."""
-    monkeypatch.setattr(store_worker, "FIRST_STEP_PAUSE", 60.0)
-    monkeypatch.setattr(store_worker, "AFTER_FIRST_STEP", 60.0)
-    worker.tier.on_device = True
-    worker.tier._engine.stores._batch_delay = 0.0
-    worker.tier.step(1, "fence 1")
-    store(worker, 1, step=1)
-    eventually(lambda: worker.tier._engine.stores.nbytes, 5.0, "it is queued")
-    worker.tier.collect()
-    assert not worker.copier.calls
-    worker.tier._no_stores_until = time.monotonic()  # the moment has passed
-    worker.tier.step(2, "fence 2")
-    worker.tier._stores_at = -math.inf
-    worker.tier.collect()
-    assert [call[0] for call in worker.copier.calls] == ["store"]
-    worker.tier.step(3, "fence 3")
-    assert not worker.tier._holds_stores(), "steps follow each other"
+    assert not worker.tier._launches()
 
 
 def test_device_copies_are_polled_without_next_step(worker):
@@ -293,6 +272,23 @@ def test_stores_are_not_polled_in_every_step(worker, monkeypatch):
     assert worker.tier.step(12, "fence 12")
     eventually(lambda: worker.tier.collect() or sum(len(told.done) for told in worker.told) == 3, 5.0)
     assert worker.copier.calls == [("store", 3 * [1, 2], "fence 6")]
+
+
+@pytest.mark.parametrize("least, most", [(0.0, 0.008), (0.01, 0.05)])
+def test_stores_go_on_while_steps_of_any_length_follow_each_other(worker, least, most):
+    """The model runner polls behind steps; the reactor relies on that, and looks less and less often."""
+    worker.tier.on_device = True
+    rng, orders = random.Random(1), 0
+    until = time.monotonic() + 2.0
+    while time.monotonic() < until or orders < 40:
+        orders += 1
+        worker.tier.launching = time.monotonic()
+        time.sleep(2e-3)
+        if worker.tier.step(orders, f"fence {orders}"):
+            worker.tier.collect()
+        store(worker, orders, step=orders)
+        time.sleep(rng.uniform(least, most))
+    assert sum(len(told.done) for told in worker.told) >= orders / 2
 
 
 def test_end_of_stores_is_polled_with_later_step(worker):

@@ -184,7 +184,7 @@ class CopyEngine:
         self._backing: Backing | None = None  # of the jobs in the queues
         self._piece_bytes = 1  # of its copier
         self._launched = -1
-        self._behind_step = False  # whether a step was launched since the last poll that could begin stores
+        self._behind_step = False  # whether a step was launched since the last poll
         self._step_events: deque[tuple[int, Any]] = deque(maxlen=STEP_EVENTS)
         # Whether the copier gathers stores on the model's stream unless they are overdue; and that (torch.cuda.Stream).
         self.on_model_stream = False
@@ -270,7 +270,7 @@ class CopyEngine:
         while (loading and self._issue_load()) | (stores and self._issue_store()):
             if self._clock() >= now + MAX_RUN:
                 break
-        self._behind_step &= not stores
+        self._behind_step = False
         # Last, where nothing can raise any more: results that were taken are known nowhere else.
         return EndedCopy(self.loads.take_results(), *self.stores.take_results())
 

@@ -55,9 +55,6 @@ MAX_STEP_POLL_SECONDS = 0.12
 # which begins then).
 MAX_LAUNCH_SECONDS = 0.1
 LAUNCH_POLL_SECONDS = (2e-3, 20e-3)
-# Behind a step that no other came before for so long, no store begins for a moment: a request waits for its first
-# token, and this thread is all that it waits for.
-FIRST_STEP_PAUSE, AFTER_FIRST_STEP = 10e-3, 4e-3
 # The reactor reports ended stores so many seconds after the model runner saw them, when that has launched the step.
 REPORT_WITHIN = 4e-3
 # In an empty step the model runner stays with the loads this long, or longer if that should complete them: new
@@ -86,7 +83,6 @@ class StoreWorker(StoreLoadWorker):
         self._timer: Timer | None = None
         self._timer_at = math.inf
         self._runner_polled = -math.inf  # when the model runner last polled, or made a step and need not poll
-        self._stepped_at = self._no_stores_until = -math.inf
         self._step_poll_seconds = STEP_POLL_SECONDS[1]  # the current value for stores
         self._stores_at = math.inf  # when the model runner polls again while there are only stores
         self._reported_bytes = 0
@@ -120,9 +116,6 @@ class StoreWorker(StoreLoadWorker):
         self._suspended = False
         self._step_events.append((step, event))
         self._runner_polled = now = time.monotonic()
-        if now - self._stepped_at > FIRST_STEP_PAUSE:
-            self._no_stores_until = now + AFTER_FIRST_STEP
-        self._stepped_at = now
         if self._engine.on_model_stream and self._engine.model_stream is None:
             self._engine.model_stream = torch.cuda.current_stream(self._view.device)
         if not self._engine.stores.nbytes:
@@ -134,7 +127,7 @@ class StoreWorker(StoreLoadWorker):
         if self._timer_at > now + 2 * MAX_STEP_POLL_SECONDS:
             # This may be the last step for long; the timer was set when these jobs could not begin yet.
             self._reactor.call_soon(lambda: self._poll_within(STEP_POLL_SECONDS[1]))
-        return now >= max(self._stores_at, self._no_stores_until)
+        return now >= self._stores_at
 
     def withdraw(self) -> None:
         """Report for good that this rank reaches no memory of the store."""
@@ -212,9 +205,9 @@ class StoreWorker(StoreLoadWorker):
         self._runner_polled = -math.inf if idle else now  # perhaps the last step for long: the reactor takes over
         if not (self.on_device and (loading or self._engine.stores.nbytes)):
             return
-        if (loading or now >= max(self._stores_at, self._no_stores_until)) and self._lock.acquire(blocking=False):
+        if (loading or now >= self._stores_at) and self._lock.acquire(blocking=False):
             try:
-                self._report(self._poll(stores=not self._holds_stores()))
+                self._report(self._poll())
                 pause = 0.0 if self._fault else self._engine.next_poll(steps_follow=not idle)
                 self._stores_at = math.inf if pause is None else now + pause
             finally:
@@ -308,20 +301,20 @@ class StoreWorker(StoreLoadWorker):
 
     def _reactor_poll(self) -> None:
         with self._lock:
-            ended = self._poll(stores=not self._holds_stores())
+            ended = self._poll(stores=not self._launches())
         self._report(ended)
         self._schedule()
 
-    def _holds_stores(self) -> bool:
-        """Whether a step's forward is being launched, or the first one just was. Beginning a store holds the driver,
-        and launches wait for it: hundreds of kernels where no graph is replayed."""
-        return self.on_device and time.monotonic() < max(self.launching + MAX_LAUNCH_SECONDS, self._no_stores_until)
+    def _launches(self) -> bool:
+        """Whether a step's forward is being launched: this thread begins no store meanwhile. Beginning one holds the
+        driver, and the launches wait for it: hundreds of kernels where no graph is replayed."""
+        return self.on_device and time.monotonic() < self.launching + MAX_LAUNCH_SECONDS
 
     def _schedule(self) -> None:
         """Set the timer for the next poll; earlier than it was if something came meanwhile."""
         with self._lock:
             delay = FAULT_PAUSE if self._fault else self._engine.next_poll()
-            if delay is not None and self._holds_stores():  # stores that could begin are no reason
+            if delay is not None and self._launches():  # stores that could begin are no reason
                 delay = max(delay, LAUNCH_POLL_SECONDS[0 if self._engine.loads else 1])
         if delay is not None:
             self._poll_within(delay)
