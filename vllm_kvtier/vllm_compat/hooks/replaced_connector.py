@@ -21,9 +21,9 @@ def install() -> None:
     if choose.__module__ == __name__:
         return
 
-    def choose_and_warn(config: Any) -> None:
+    def choose_and_warn(config: Any, *args: Any, **kwargs: Any) -> None:
         ours = _is_ours(config.kv_transfer_config)
-        choose(config)
+        choose(config, *args, **kwargs)
         if ours and not _is_ours(transfer := config.kv_transfer_config):
             logger.warning(
                 "kvtier: plugin: %s is not used: with --kv-offloading-size vLLM puts %s in place of the connector of "
