@@ -52,6 +52,10 @@ def test_mooncake_tier_over_rdma_opens_when_all_memory_is_committed():
     assert states() == [READY, READY, "opening", "opening"]  # a FakeMover's first state
     stack.pool_committed()
     assert states() == [READY] * 4
+    stack.stop()
+    stopped = states()
+    stack.pool_committed()
+    assert states() == stopped != [READY] * 4, "the memory's last pieces come behind the end of the server"
 
 
 @pytest.fixture

@@ -292,6 +292,12 @@ def test_object_tier_process_slow_lookup_times_out(bench):
     held[-1][1](None)
     bench.loop.fire()
     assert bench.sent == [m.Located(8, 0, 0, "", bench.sent[0].seconds)]
+    # Or answered with an error, and slowly: several in a row say that the store has failed, not the time.
+    bench.sent.clear()
+    bench.tier_process.handle(m.Look(9, NAMESPACE_ID, 16, [GroupShape(1, PAGES)], BLOCK_HASHES, 0))
+    held[-1][1](Trouble("500", Kind.PASSING))
+    bench.loop.fire()
+    assert bench.sent == [m.Located(9, 0, 0, "", bench.sent[0].seconds)]
 
 
 def test_object_tier_process_detects_lost_permissions(bench):

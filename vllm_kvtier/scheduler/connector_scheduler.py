@@ -206,7 +206,7 @@ class KVTierConnectorScheduler(SchedulerParts):
             growth = [each for each in growth if self._provenance.may_share(each.state)]
         checksums = self._exporter.begin_step(growth)
         if self._offloader is not None:
-            self._offloader.begin_step(self._exporter.step, growth, needed)
+            self._offloader.begin_step(self._exporter.step, growth, needed if waiting else 0)
         if self._matcher.prefetching:
             self._matcher.expire_prefetches()
         if self._sharing is not None:

@@ -42,6 +42,7 @@ class TierStack:
         self._index, self._tiers = index, tiers
         self._demotion, self._promotion = demotion, promotion
         self._waiting: dict[int, set[Waiter]] = {}  # by client
+        self._stopped = False
         if demotion is not None:
             index.watches.append(demotion)
             if index.removal_history is not None:
@@ -75,6 +76,8 @@ class TierStack:
 
     def pool_committed(self) -> None:
         """All of the pool that can be is committed. Idempotent."""
+        if self._stopped:  # the server's last pieces of memory
+            return
         for tier in self._tiers:
             if tier.pins_pool:
                 tier.start()
@@ -82,6 +85,7 @@ class TierStack:
                 tier.pool_committed()
 
     def stop(self) -> None:
+        self._stopped = True
         for tier in self._tiers:
             tier.stop()
 

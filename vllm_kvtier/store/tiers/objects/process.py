@@ -68,7 +68,7 @@ class ObjectProcess:
         self._presence = Presence(MAX_REMEMBERED_OBJECTS, THERE_SECONDS, ABSENT_SECONDS)
         self._failures = FailureCounts()
         self._corrupt: dict[str, None] = {}  # objects with wrong contents that may still exist
-        self._answered = 0.0  # when the server last answered a lookup
+        self._answered = 0.0  # when the server last answered a lookup, or failed a request that others may not
         self._undeletable = False  # a refused deletion was logged
         self._access_checked = 0.0
         self._trouble: Trouble | None = None  # of the last check of the access rights
@@ -242,10 +242,10 @@ class ObjectProcess:
                     return
             else:
                 self._failures.ended("find", result)
-                self._answered = time.monotonic()
                 key, size = wanted[i]
                 there = answers[i] = result == size and key not in self._corrupt
                 self._presence.saw(key, there)
+            self._answered = time.monotonic()
             left -= 1
             if left == 0 and needed():
                 if not any(answers):
