@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 from matcher_harness import GROUPS, HASH_BLOCK_SIZE, ONE, World, no_violations, offered, params  # noqa: F401
 from support import make_request
+from tier_fakes import FakePending
 
 from vllm_kvtier.scheduler.matching import source_selector
 from vllm_kvtier.scheduler.sources import store_source
@@ -179,6 +180,22 @@ def test_store_source_hit_that_is_held_for_long_is_leased_anew():
     assert offered(world, request) == (16, True) and before != world.client.held
     world.balanced()
     world.matcher.finished(request)
+
+
+def test_store_source_request_that_waits_for_blocks_keeps_its_place(monkeypatch):
+    """vLLM skips a request without an answer. From the third renewal of its lease on none was waited for, and those
+    behind took the blocks that a large request waited for, again and again."""
+    world = World(ONE)
+    monkeypatch.setattr(FakePending, "wait", lambda pending, seconds: world.answer(pending))
+    requests = [make_request(name, list(range(18)), HASH_BLOCK_SIZE) for name in ("r", "other")]
+    world.store(requests[0], 16)
+    leases = set()
+    for _ in range(6):
+        assert [world.matcher.match(request, 0) for request in requests] == [(16, True)] * 2
+        leases |= world.client.held
+        world.matcher.get("r").hit_at -= 70.0
+    assert len(leases) == 7, "six times for one, once for the other"
+    world.balanced()
 
 
 @pytest.mark.parametrize("unused", [False, True])

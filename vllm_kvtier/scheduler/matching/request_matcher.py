@@ -205,6 +205,9 @@ class RequestMatcher:
 
         A hit that begins after ``computed`` is of no use, and an earlier miss is out of date. So is a hit that is held
         for longer than ``max_hold_seconds``. Of other sources the one that was asked is asked again, once.
+
+        vLLM skips a request without an answer, and those behind take the blocks that became free for it: the others
+        wait a moment for each of these answers.
         """
         pending = state.pending
         if pending is not None and pending.start > computed and not (pending.source.cost_key or state.asked_again):
@@ -225,7 +228,7 @@ class RequestMatcher:
         elif state.life.state is not State.LOCAL or state.asked_from - computed < max(1, self._config.pull_threshold):
             return
         state.life.fire(Event.PREEMPT)
-        state.hit, state.plan, state.candidates = None, None, candidates
+        state.hit, state.plan, state.candidates, state.num_waits = None, None, candidates, 0
 
     def _is_held_in_vain(self, state: RequestState) -> bool:
         """Whether a hit that was held too long is the last, and the request is computed.

@@ -56,7 +56,7 @@ class RequestState:
     counted: bool = False  # the sources of its prompt's KV were counted
     num_external_tokens: int = 0
     preemptions: int = 0
-    num_waits: int = 0  # times that other requests waited a moment for an answer to this one
+    num_waits: int = 0  # times that others waited a moment for an answer to this one, since it was last looked up anew
     vain_holds: int = 0  # hits that were held too long while no request had blocks
     waits_for: str = ""  # request that loads what this one needs
     load_wait_began: float = 0.0  # when the first such load began

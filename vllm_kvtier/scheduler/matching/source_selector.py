@@ -26,7 +26,8 @@ BUSY_WAIT = 3e-3
 BUSY_SHARE = 0.01
 MAX_WAIT_BUDGET = 20e-3  # seconds of it that may be saved up
 _NOT_KEPT = "unknown_export", "peer_restarted"  # misses after which the peer keeps nothing for the request
-MAX_WAITS = 2  # times that one request may have that: for the store, and for a peer that the store names
+# Times that one request may have that, until it is looked up anew: for the store, and for a peer that the store names.
+MAX_WAITS = 2
 
 
 class SourceSelector:
@@ -61,7 +62,7 @@ class SourceSelector:
         assert state.candidate is not None and state.candidates is not None, "it was asked"
         self.advance(state, Event.ASK_AGAIN)
         state.candidates.appendleft(state.candidate)
-        state.asked_again = True
+        state.asked_again, state.num_waits = True, 0
 
     def ask_next(self, state: RequestState, computed: int, alone: bool) -> bool:
         """Ask the next candidate that is worth it; False if none is left. ``alone``: no other request is here."""
