@@ -177,7 +177,7 @@ class World:
         self.sync_load = make_hurry(self.planner)
         pool = SimpleNamespace(
             free_count=lambda: 0 if self.full else 1 << 20, cached_about=lambda hashes, *_: self.cached_about(hashes),
-            is_unused=lambda pinned: self.unused,
+            is_unused=lambda pinned: self.unused, num_blocks=1 << 20,
         )
         made = make_tier(
             groups,

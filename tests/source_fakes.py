@@ -41,6 +41,7 @@ def load_context(
     info=(),
     retained_blocks=lambda: 0,
     pinned_blocks=lambda: 0,
+    draft_blocks=lambda: 0,
 ):
     """``identity``, ``info``: what differs from an engine of one rank at ("me", 9)."""
     groups, keys = cache_groups(groups), keys or ContentKeys(3)
@@ -60,7 +61,8 @@ def load_context(
             BlockGeometry(groups, hash_block_size, facts["whole_blocks"], 0, facts["in_flight"]),
             pool
             or SimpleNamespace(
-                free_count=lambda: 1 << 60, cached_about=lambda *_: 0, is_unused=lambda pinned: pinned == ALL_BLOCKS
+                free_count=lambda: 1 << 60, cached_about=lambda *_: 0, is_unused=lambda pinned: pinned == ALL_BLOCKS,
+                num_blocks=1 << 60,
             ),
             counters or Counters(),
             reactor,
@@ -73,6 +75,7 @@ def load_context(
         NamespaceIds(),
         retained_blocks,
         pinned_blocks,
+        draft_blocks,
     )
 
 

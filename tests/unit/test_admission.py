@@ -2,9 +2,11 @@
 
 import time
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 from test_engine_thread import BLOCK, KVTIER, engine, kvtier  # noqa: F401
+from test_matching_models import Peers
 from test_paused_loads import begin, step
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
@@ -16,9 +18,12 @@ from vllm_kvtier.jobs.results import LoadResult
 from vllm_kvtier.scheduler.leases.exports import Export, GroupBlocks, LeaseKind
 from vllm_kvtier.scheduler.matching.request_lifecycle import Event, State
 from vllm_kvtier.vllm_compat.connector_types import WorkerReport
+from vllm_kvtier.vllm_compat.hooks.admission import Admission
 from vllm_kvtier.vllm_compat.probe.features import release
 
 WATERMARK = 8
+PREFILLED = {"do_remote_prefill": True, "remote_host": "a", "remote_port": 1, "remote_request_id": "kvtier/e"}
+RETAINED = {**PREFILLED, "do_remote_prefill": False, "do_remote_decode": True}
 
 
 def ask(name, tokens, first, generate=1, **params):
@@ -153,6 +158,36 @@ def test_request_that_vllm_admits_without_an_answer_is_not_skipped(half, monkeyp
     monkeypatch.setattr(half._provenance, "admit", lambda *_: None)
     half.core.add_request(ask("nor does this", BLOCK, 500, prompt_logprobs=1))
     assert step(half.core.scheduler) == computed and len(skipped) == 2
+
+
+@pytest.mark.parametrize("params", [PREFILLED, RETAINED], ids=["hand-off", "retained"])
+@pytest.mark.parametrize("drafts, loads", [(0, True), (8, True), (9, False)])
+def test_load_that_fits_only_without_drafts_is_computed(half, monkeypatch, params, drafts, loads):
+    """vLLM gives an asynchronous load its blocks only if those for a step's drafts are free beside it: 31 and 9 of 39.
+    The queue stood for a minute and more."""
+    scheduler, peers, allocated = half.core.scheduler, Peers(half._geometry.groups), []
+    for name in ("ask", "known", "cancel", "release", "release_export"):
+        monkeypatch.setattr(half._peers, name, getattr(peers, name))
+    monkeypatch.setattr(peers, "release_export", lambda address, export: None)
+    monkeypatch.setattr(half, "allocated", lambda request, blocks, external: allocated.append(external))
+    method = (0, 31, 0) <= release() < (0, 32, 0)
+    monkeypatch.setattr(scheduler, "_spec_decode_step_blocks", (lambda: drafts) if method else drafts, raising=False)
+    request = ask("r", 32 * BLOCK - 3, 500)
+    request.kv_transfer_params = params
+    half.core.add_request(request)
+    assert step(scheduler) == 0
+    peers.grant(31 * BLOCK)
+    computed = step(scheduler)
+    assert allocated == [31 * BLOCK if loads else 0] and bool(computed) is not loads
+    assert bool(peers.released) is not loads
+
+
+def test_blocks_for_drafts_are_read_from_each_release():
+    admission = Admission()
+    assert admission.draft_blocks() == 0
+    for found, blocks in ({}, 0), ({"_spec_decode_step_blocks": lambda: 9}, 9), ({"_spec_decode_step_blocks": 9}, 9):
+        admission.install(SimpleNamespace(**found))  # up to 0.30, of 0.31, since 0.32
+        assert admission.draft_blocks() == blocks
 
 
 @pytest.mark.parametrize("kind", [LeaseKind.RETAINED, LeaseKind.HANDOFF])

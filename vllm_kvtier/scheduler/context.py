@@ -66,6 +66,13 @@ class BlockGeometry:
         """Blocks that a load of ``tokens`` tokens fills from token ``start`` on, where blocks of all groups begin."""
         return sum(group.load_blocks(start, tokens) for group in self.groups)
 
+    def least_blocks(self, tokens: int) -> int:
+        """The fewest blocks that vLLM gives a request at once for a load up to ``tokens`` tokens, those that its prefix
+        cache has included."""
+        states = sum(not group.kind.by_position for group in self.groups)
+        blocks = sum(group.num_blocks(tokens) - group.num_skipped_blocks(tokens) for group in self.groups)
+        return blocks + states * self.in_flight.drafts
+
     def load_bytes(self, hit: LookupHit, start: int) -> int:
         """What one rank transfers of ``hit`` from token ``start`` on. Windows and states are needed in any case."""
         return hit.bytes_from(start) if all(group.kind.whole_prefix for group in self.groups) else hit.nbytes
@@ -109,11 +116,17 @@ class LoadContext:
     namespace_ids: NamespaceIds  # of this engine's blocks in stores
     retained_blocks: Callable[[], int]  # that exports hold only until a request needs them
     pinned_blocks: Callable[[], int]  # that any exports or leases hold
+    draft_blocks: Callable[[], int]  # that vLLM wants free beside those of an asynchronous load
 
     def has_blocks(self, count: int) -> bool:
         """Whether a request can get ``count`` blocks."""
         free = self.engine.pool.free_count()
         return count <= free or count <= free + self.retained_blocks()
+
+    def ever_has_blocks(self, tokens: int) -> bool:
+        """Whether an asynchronous load up to ``tokens`` tokens fits into the cache when no other request is there."""
+        blocks = self.engine.geometry.least_blocks(tokens) + self.draft_blocks()
+        return blocks < self.engine.pool.num_blocks  # one is vLLM's null block
 
     def no_request_has_blocks(self) -> bool:
         """Whether all blocks are free, or held by exports and leases alone."""

@@ -140,7 +140,7 @@ class SchedulerParts(ABC):
         self._peers.steps = lambda: self._exporter.step
         context = LoadContext(
             engine, self._planner, self._checksum_index, self._peers, self._sync_load, NamespaceIds(),
-            self._exports.retained_blocks, self._exports.pinned_blocks,
+            self._exports.retained_blocks, self._exports.pinned_blocks, lambda: self._engine.admission.draft_blocks(),
         )  # fmt: skip
         peer_gpu, self._retained = PeerGpuSource(context), RetainedBlocksSource(context)
         self._wire_store(context, peer_gpu)

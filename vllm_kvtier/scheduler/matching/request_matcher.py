@@ -183,6 +183,10 @@ class RequestMatcher:
                     state.synchronous, state.others_running = bool(gain and synchronous), not alone
                     if state.synchronous:  # of the whole prompt, vLLM computes the last token in the same step
                         return min(gain, request.num_tokens - 1 - computed), False
+                    if gain and not self._context.ever_has_blocks(computed + gain):
+                        state.decline_lookup(self._counters, "exceeds_kv_cache")
+                        self._source_selector.advance(state, Event.DECLINE)
+                        return 0, False
                     if gain:
                         return gain, True
                     self._source_selector.decline(state)

@@ -2,7 +2,8 @@
 
 Besides those of the request, vLLM (0.25.1 to 0.33) keeps ``--watermark`` blocks free while another request runs. For an
 asynchronous load it also keeps free what all prefills under way lack still. Among these it counts a request whose load
-failed, and which has no blocks any more: offered a load again, the request would need all of its blocks twice.
+failed, and which has no blocks any more: offered a load again, the request would need all of its blocks twice. From
+0.31 on it also keeps free what a step with drafts takes, even in an empty cache.
 """
 
 from typing import Any
@@ -19,6 +20,11 @@ class Admission:
         """Blocks that stay free when vLLM admits or resumes a request now."""
         scheduler = self._scheduler
         return scheduler.kv_cache_manager.watermark_blocks if scheduler is not None and scheduler.running else 0
+
+    def draft_blocks(self) -> int:
+        """Blocks that vLLM wants free beside those of an asynchronous load, for its request's drafts."""
+        blocks = getattr(self._scheduler, "_spec_decode_step_blocks", 0)
+        return blocks() if callable(blocks) else blocks  # a method in 0.31
 
     def asked_for(self, request: Any) -> int:
         """As ``kept_free``, when vLLM asks the connector for this request. It has no blocks then, and none are to be

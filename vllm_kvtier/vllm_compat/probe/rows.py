@@ -295,6 +295,7 @@ ROWS: tuple[Row, ...] = (
     Row(
         "admission of requests", Feature.ADMISSION, "the blocks that stay free, and the prefills that they are for",
         sets={_SCHEDULER: "running kv_cache_manager _inflight_prefills", _MANAGER: "watermark_blocks"},
+        optional={f"{_SCHEDULER}._spec_decode_step_blocks": Absence(0, since=(0, 31, 0))},
     ),
     Row(
         "paused engine", Feature.PAUSED, "whether it is, and whose loads have ended",
