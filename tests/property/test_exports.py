@@ -476,6 +476,17 @@ def test_retained_blocks_are_counted_once_for_all_that_ask():
     assert [table.retained_blocks() for _ in range(5)] == [12] * 5 and Pinned.counted == 3
 
 
+def test_blocks_of_an_ended_export_are_pinned_until_its_lease_ends():
+    """They counted as a request's, and a prompt that lacked only these waited."""
+    table = ExportTable(HASH_BLOCK_SIZE, dict.fromkeys(LeaseKind, 100))
+    export = one_export("e", [1] * (4 * HASH_BLOCK_SIZE), 1)
+    assert table.add(export)
+    lease = table.lease_export("e", export.digest, b"", 0, "reader", 5.0)
+    assert table.end_export("e") and table.pinned_blocks() == 4
+    assert table.release(lease.id, "reader", done=True) and table.pinned_blocks() == 4, "not unpinned yet"
+    assert table.take_freed() and table.pinned_blocks() == 0
+
+
 def test_common_beginnings_take_the_budget_once():
     """Hand-offs behind one system prompt, and the turns of a conversation."""
     table = ExportTable(HASH_BLOCK_SIZE, dict.fromkeys(LeaseKind, 30))

@@ -241,7 +241,8 @@ class ExportTable:
         """Blocks that exports and leases hold; requests may have some of them too."""
         with self._lock:
             waiting = (ids for _, _, ids in self._unready)
-            return len(set().union(*self._pinned.values(), *waiting, *self._freed))
+            leased = (lease.export.pinned for lease in self._leases.values())  # of ended exports too
+            return len(set().union(*self._pinned.values(), *leased, *waiting, *self._freed))
 
     def clear(self) -> None:
         """End every export; leased ones are freed when their leases end."""
