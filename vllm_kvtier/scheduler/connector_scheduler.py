@@ -22,6 +22,7 @@ from vllm_kvtier.scheduler.peer_access import WORKERS_SECONDS
 from vllm_kvtier.scheduler.sources.base import Job
 from vllm_kvtier.scheduler.wiring import SchedulerParts
 from vllm_kvtier.vllm_compat import kv_events as vllm_events
+from vllm_kvtier.vllm_compat import requests as vr
 from vllm_kvtier.vllm_compat import weights
 from vllm_kvtier.vllm_compat.hooks import rollback
 from vllm_kvtier.vllm_compat.hooks.interpreter import SwitchInterval
@@ -83,14 +84,14 @@ class KVTierConnectorScheduler(SchedulerParts):
         if not admitted:
             # vLLM's prefix cache has blocks that are not verified yet: see ``SyncLoad``.
             if admitted is None or self._sync_load.verification_pending:
-                if not request.skip_reading_prefix_cache:  # else vLLM (0.31 on) admits it without an answer
+                if not vr.admitted_unanswered(request):
                     self._engine.waiting_loop.skipped()
                 return None, False
             self._matcher.release_all(request)
             return 0, False
         tokens, asynchronous = self._matcher.match(request, computed)
         if tokens is None:
-            if not request.skip_reading_prefix_cache:
+            if not vr.admitted_unanswered(request):
                 state = self._matcher.get(request.request_id)
                 self._engine.waiting_loop.skipped(state.asked_at if state is not None else 0.0)
         else:

@@ -11,7 +11,7 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.request import RequestStatus
 
 from vllm_kvtier.vllm_compat.adapters import ADAPTERS
-from vllm_kvtier.vllm_compat.probe.features import granted
+from vllm_kvtier.vllm_compat.probe.features import granted, release
 from vllm_kvtier.vllm_compat.probe.row import Feature
 
 if TYPE_CHECKING:
@@ -35,6 +35,12 @@ def lora_fingerprint(request: Any) -> bytes | None:
 def keep_variant(request: Any, found: bytes) -> None:
     """Store the fingerprint for the request's lifetime: its hashes, leases and checksums depend on it."""
     setattr(request, _LORA_FINGERPRINT, found)
+
+
+def admitted_unanswered(request: Any) -> bool:
+    """Whether vLLM admits the request where the connector has no answer yet: one that reads no prefix cache, from 0.31
+    on. It skips others."""
+    return bool(request.skip_reading_prefix_cache) and release() >= (0, 31, 0)
 
 
 def written_tokens(request: Any) -> int:
