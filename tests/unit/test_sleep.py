@@ -119,10 +119,10 @@ def test_sleep_mode_of_unknown_worker_is_unsupported(worker, model, possible):
     """But only where the memory may go at all."""
     assert sleep.possible(config_of(**model)) is possible
     caches = SimpleNamespace(kv_cache_groups=[])
-    otherwise = _unsupported(config_of(**model), caches, "off")
+    otherwise = _unsupported(config_of(**model), caches)
     assert otherwise == "this model has no KV cache"
     del worker.__mro__[1].wake_up
-    reason = _unsupported(config_of(**model), caches, "off")
+    reason = _unsupported(config_of(**model), caches)
     assert reason == otherwise if not possible else "FakeWorker has no wake_up(tags)" in reason
 
 

@@ -23,6 +23,7 @@ from vllm_kvtier.connector import KVTierConnector
 from vllm_kvtier.containment import Containment
 from vllm_kvtier.jobs.results import StepResults
 from vllm_kvtier.jobs.transfer_jobs import GroupLoad, LoadJob, PeerFetchJob, StepWork
+from vllm_kvtier.scheduler.offload import offloader
 from vllm_kvtier.telemetry.stats import Counters
 from vllm_kvtier.vllm_compat.connector_types import StepMetadata
 from vllm_kvtier.worker.device import step_events
@@ -348,6 +349,7 @@ def test_blocks_of_a_forward_that_raised_are_not_in_the_store(root, run_dir, mon
     init_none_hash(sha256)
     store = Store(run_dir)
     store.start("--size=64MiB")
+    monkeypatch.setattr(offloader, "RESERVE_AT_BLOCKS", 32)
     engine = dh.Engine(dh.Calls(), store, root, monkeypatch, 1, 1)
     try:
         engine.begin()
