@@ -48,23 +48,6 @@ def test_abort_during_load_releases_lease_after_result(failed):
     assert not world.client.held and not world.planner.open and not len(world.matcher)
 
 
-@pytest.mark.parametrize("aborted", [False, True])
-@pytest.mark.parametrize("failed, tokens", [(False, 34), (True, 50)])
-def test_request_waits_from_the_end_of_its_load_until_a_step_has_it(failed, tokens, aborted):
-    world = World(ONE)
-    request = make_request("r", list(range(50)), HASH_BLOCK_SIZE)
-    world.store(request, 16)
-    assert offered(world, request) == (16, True)
-    world.matcher.allocated(request, world.tables(0, 16), 16)
-    assert not world.matcher.loaded
-    world.matcher.on_load_ended("r", failed)
-    request.num_computed_tokens = 50 - tokens  # as vLLM counts them then
-    assert world.matcher.waiting_tokens({"a": 1}) == tokens
-    if aborted:
-        world.matcher.finished(request)
-    assert world.matcher.waiting_tokens({} if aborted else {"r": tokens}) == 0 and not world.matcher.loaded
-
-
 def test_request_scheduled_before_peer_answer_releases_store_lease():
     world = World(ONE)
     request = make_request("r", list(range(33)), HASH_BLOCK_SIZE, params("a"))

@@ -27,10 +27,10 @@ PREFILLED = {"do_remote_prefill": True, "remote_host": "a", "remote_port": 1, "r
 RETAINED = {**PREFILLED, "do_remote_prefill": False, "do_remote_decode": True}
 
 
-def ask(name, tokens, first, generate=1, **params):
+def ask(name, tokens, first, generate=1, resumable=False, **params):
     params = SamplingParams(max_tokens=generate, ignore_eos=True, **params)
     params.update_from_generation_config({}, 1)
-    return Request(name, [first, *range(1, tokens)], params, None,
+    return Request(name, [first, *range(1, tokens)], params, None, resumable=resumable,
                    block_hasher=get_request_block_hasher(BLOCK, sha256))  # fmt: skip
 
 
@@ -71,12 +71,12 @@ def half(engine, monkeypatch):  # noqa: F811
     return half
 
 
-def load_fails(half, name):
-    """All of it: vLLM asks for the request again."""
+def load_fails(half, name, first=0):
+    """From its block ``first`` on. vLLM asks again if nothing was loaded."""
     [blocks] = half.core.scheduler.kv_cache_manager.get_block_ids(name)
     step(
-        half.core.scheduler, finished_recving={name}, invalid_block_ids=set(blocks[:1]),
-        kv_connector_worker_meta=WorkerReport([LoadResult(name, set(blocks[:1]), "gone", 2, 0.1, 0.0)]),
+        half.core.scheduler, finished_recving={name}, invalid_block_ids={blocks[first]},
+        kv_connector_worker_meta=WorkerReport([LoadResult(name, {blocks[first]}, "gone", 2, 0.1, 0.0)]),
     )  # fmt: skip
 
 
@@ -109,6 +109,53 @@ def test_retained_blocks_give_way_to_watermark_of_request_whose_load_has_ended(h
     step(scheduler)
     step(scheduler)
     assert "loads" not in scheduler.requests and half._exports.counts()["exports"] == (not watermark)
+
+
+def test_retained_blocks_give_way_to_session_that_goes_on(half):
+    """A session with its blocks, and all requests behind it, waited for ``retain_seconds``."""
+    scheduler = half.core.scheduler
+    half.core.add_request(ask("session", 4 * BLOCK, 500, resumable=True))
+    step(scheduler)
+    export(half, half.pool.get_num_free_blocks() - 5)
+    half.core.add_request(ask("idle", BLOCK, 600, generate=9))
+    step(scheduler)
+    assert half._exports.counts()["exports"] == 1, "it waits for input, not for blocks"
+    half.core.add_request(ask("session", 6 * BLOCK, 700, resumable=True))
+    half.core.add_request(ask("behind", 9, 800))
+    step(scheduler)
+    step(scheduler)
+    assert scheduler.requests["session"].num_computed_tokens == 10 * BLOCK and "behind" not in scheduler.requests
+    assert not half._exports.counts()["exports"]
+
+
+def test_retained_blocks_give_way_to_request_whose_load_failed_in_part(half):
+    """It goes on behind what was loaded, and may be loaded from another peer once it is preempted."""
+    scheduler = half.core.scheduler
+    half.loads["loads"] = 4 * BLOCK
+    half.core.add_request(ask("loads", 12 * BLOCK, 500))
+    step(scheduler)
+    export(half, half.pool.get_num_free_blocks() - 2)
+    load_fails(half, "loads", first=2)
+    half._matcher.get("loads").life.fire(Event.PREEMPT)
+    half.core.add_request(ask("behind", 9, 600))
+    step(scheduler)
+    step(scheduler)
+    assert half.asked == ["loads", "behind"] and not {"loads", "behind"} & set(scheduler.requests)
+    assert not half._exports.counts()["exports"]
+
+
+def test_retained_blocks_give_way_to_request_that_another_connector_loaded(half, monkeypatch):
+    scheduler = half.core.scheduler
+    half.core.add_request(ask("loads", 12 * BLOCK, 500))
+    with monkeypatch.context() as once:
+        once.setattr(scheduler.connector, "get_num_new_matched_tokens", lambda request, computed: (2 * BLOCK, True))
+        once.setattr(scheduler.connector, "update_state_after_alloc", lambda *_: None)
+        step(scheduler)
+    export(half, half.pool.get_num_free_blocks() - 2)
+    step(scheduler, finished_recving={"loads"})
+    step(scheduler)
+    step(scheduler)
+    assert not half.asked and "loads" not in scheduler.requests and not half._exports.counts()["exports"]
 
 
 def test_watermark_keeps_nothing_for_the_only_request(half):

@@ -6,6 +6,7 @@ import pytest
 from cache_groups import cache_groups, mamba
 from source_fakes import bare_identity, load_context, load_results
 from support import Uncontained
+from vllm.v1.request import RequestStatus
 
 from vllm_kvtier.cache_kinds import InFlight
 from vllm_kvtier.jobs.results import FetchResult, LoadResult, PullResult
@@ -144,7 +145,8 @@ def test_retained_blocks_stay_if_a_prompt_of_windows_or_states_fits_beside_them(
 def test_retained_blocks_give_way_to_a_request_whose_load_has_ended(half, free, tokens, freed):
     """vLLM lacks blocks for the rest of its prompt, for which it asks nothing; it waited for ``retain_seconds``."""
     given, kept = [], []
-    half._matcher.loaded, half._matcher.waiting_tokens = {"r": None} if tokens else {}, lambda scheduled: tokens
+    waits = SimpleNamespace(num_computed_tokens=16, num_tokens=16 + tokens, status=RequestStatus.WAITING)
+    half._engine.admission.queues = ([waits] if tokens else [],)
     half._info = SimpleNamespace(groups=cache_groups([(16, None)]))
     half._offloader = SimpleNamespace(cancel_for_requests=id, begin_step=lambda *args: kept.append(args))
     half._pool = SimpleNamespace(free_count=lambda: free)

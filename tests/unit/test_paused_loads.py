@@ -86,12 +86,15 @@ def test_paused_engine_steps_until_load_has_ended_and_is_reset(loading, outcome,
     assert computed in (0, PROMPT)
 
 
-def test_request_that_waits_with_loaded_blocks_is_reset_in_a_pause(loading):
-    """Its load has ended, and there are no blocks for what it computes."""
+@pytest.mark.parametrize("again", [False, True])
+def test_request_that_waits_with_loaded_blocks_is_reset_in_a_pause(loading, again):
+    """Its load has ended, and there are no blocks for what it computes. ``again``: other peers may have the rest."""
     core, request = loading
     scheduler, pool = core.scheduler, core.scheduler.kv_cache_manager.block_pool
     step(scheduler, finished_recving={"r"})
     others = pool.get_new_blocks(pool.get_num_free_blocks())
+    if again:
+        kvtier(core)._scheduler._matcher.get("r").life.fire(Event.PREEMPT)
     assert step(scheduler) == 0 and request.num_computed_tokens == 2 * BLOCK
     pool.free_blocks(others)
     scheduler.set_pause_state(PauseState.PAUSED_ALL)

@@ -326,7 +326,7 @@ def test_sync_loads_of_other_connectors_are_unverified(bare, only, synchronous, 
         each_block=False, begin_step=lambda output, get, unverified: seen.append(unverified) or []
     )
     half._exporter, half._offloader = SimpleNamespace(step=5, begin_step=lambda growth: []), None
-    half._matcher.prefetching, half._matcher.loaded = False, {}
+    half._matcher.prefetching = False
     output = SimpleNamespace(num_scheduled_tokens={}, **({} if flag is None else {"has_sync_kv_loads": flag}))
     KVTierConnectorScheduler._follow(half, output, synchronous)
     assert seen == [expected]
@@ -351,7 +351,7 @@ def test_sync_load_blocks_are_not_stored_before_verification(bare):  # noqa: F81
     )
     half._offloader = SimpleNamespace(begin_step=lambda step, growth, needed: seen.update(stored=growth))
     half._matcher.has_jobs, half._matcher.prefetching = lambda: False, False
-    half._matcher.grown, half._matcher.loaded = [], {}
+    half._matcher.grown = []
     output = SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0)
     for awaits, expected in ((True, [growth[0], growth[2]]), (False, growth)):
         half._sync_load = SimpleNamespace(verification_pending=awaits, drop_unverified_output=lambda: None,

@@ -188,10 +188,11 @@ class KVTierConnectorScheduler(SchedulerParts):
         """Follow the blocks that the step's requests fill: checksums to compute, blocks to store."""
         needed = RESERVE_PER_REQUEST * len(output.num_scheduled_tokens) * len(self._info.groups)
         short = needed > self._pool.free_count()
-        waiting = self._matcher.waiting_tokens(output.num_scheduled_tokens) if self._matcher.loaded else 0
-        if waiting:
-            needed += self._geometry.taken_blocks(waiting) + len(self._info.groups) + self._engine.admission.kept_free()
-        if short or (waiting and needed > self._pool.free_count()):
+        admission = self._engine.admission
+        lacking = admission.lacking_tokens() if any(admission.queues) else 0
+        if lacking:
+            needed += self._geometry.taken_blocks(lacking) + len(self._info.groups) + admission.kept_free()
+        if short or (lacking and needed > self._pool.free_count()):
             self._free_blocks(needed)
         if short is not self._tables.each_block:
             self._tables.look_at_each_block(short)
@@ -207,7 +208,7 @@ class KVTierConnectorScheduler(SchedulerParts):
             growth = [each for each in growth if self._provenance.may_share(each.state)]
         checksums = self._exporter.begin_step(growth)
         if self._offloader is not None:
-            self._offloader.begin_step(self._exporter.step, growth, needed if waiting else 0)
+            self._offloader.begin_step(self._exporter.step, growth, needed if lacking else 0)
         if self._matcher.prefetching:
             self._matcher.expire_prefetches()
         if self._sharing is not None:
@@ -351,8 +352,8 @@ class KVTierConnectorScheduler(SchedulerParts):
         """vLLM resets its prefix cache, maybe for new weights: end all exports, leases and copies of its blocks."""
         attempt, insist = self._contain.attempt, self._contain.insist
         if (scheduler := self._engine.paused_scheduler) is not None:
-            for state in self._matcher.loaded.values():
-                attempt("dropping a load", rollback.drop_load, scheduler, state.request)
+            for request in self._matcher.requests():
+                attempt("dropping a load", rollback.drop_load, scheduler, request)
         insist("ending exports", self._exports.clear)
         attempt("unpinning", self._sync_load.unpin, repair=self._sync_load.unpin)
         insist("clearing checksums", self._checksum_index.clear)  # nothing more is leased

@@ -6,7 +6,7 @@ waits for blocks that another request is loading, so that no block is loaded twi
 
 import time
 from collections import deque
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -55,7 +55,6 @@ class RequestMatcher:
         self._lease_client = context.lease_client
         self._queued_handoffs: dict[str, PrefillHandoff] = {}  # by request
         self.prefetching = False  # whether a source may have looked up queued requests
-        self.loaded: dict[str, RequestState] = {}  # see ``waiting_tokens``
 
     def get(self, request_id: str) -> RequestState | None:
         return self._tracked.get(request_id)
@@ -65,6 +64,9 @@ class RequestMatcher:
 
     def states(self) -> Iterator[State]:
         return (state.life.state for state in self._tracked.values())
+
+    def requests(self) -> Iterator[Any]:
+        return (state.request for state in self._tracked.values())
 
     def release_all(self, request: Any) -> None:
         """The request is computed here: cancel its lookups and release its hits."""
@@ -458,19 +460,6 @@ class RequestMatcher:
         state.entries, state.job, state.positions = [], None, {}
         if abandoned:
             self._tracked.pop(request_id, None)
-        else:
-            self.loaded[request_id] = state
-
-    def waiting_tokens(self, scheduled: Container[str]) -> int:
-        """The most tokens that a request lacks whose load has ended, and that no step has had since: vLLM may have no
-        blocks for them, and asks no connector. ``scheduled``: the requests of this step."""
-        tokens = 0
-        for request_id, state in list(self.loaded.items()):
-            if request_id in scheduled or state.life.state not in (State.LOADED, State.LOCAL):
-                del self.loaded[request_id]
-            else:
-                tokens = max(tokens, state.request.num_tokens - state.request.num_computed_tokens)
-        return tokens
 
     def _account(self, state: RequestState) -> None:
         """Count, once a request, the sources of its prompt's KV."""

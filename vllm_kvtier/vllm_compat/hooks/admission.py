@@ -4,17 +4,42 @@ Besides those of the request, vLLM (0.25.1 to 0.33) keeps ``--watermark`` blocks
 asynchronous load it also keeps free what all prefills under way lack still. Among these it counts a request whose load
 failed, and which has no blocks any more: offered a load again, the request would need all of its blocks twice. From
 0.31 on it also keeps free what a step with drafts takes, even in an empty cache.
+
+For a request that has blocks already vLLM asks no connector: one whose load ended, by whichever connector, or a session
+that goes on with more input. While it gets no more blocks, no request behind it is admitted.
 """
 
+from itertools import islice
 from typing import Any
+
+from vllm.v1.request import RequestStatus
+
+# Up to 0.30 vLLM has no queue of requests with blocks alone. In a step it goes through about so many of those that it
+# has skipped (see ``WaitingLoop``), and then through the others; that which it has no blocks for stays the first.
+MOST_SKIPPED = 256
 
 
 class Admission:
     def __init__(self) -> None:
         self._scheduler: Any = None
+        self.queues: tuple[Any, ...] = ()  # that may have requests with blocks
+        self._most: tuple[int | None, ...] = (None,)  # requests of each that are looked at
 
     def install(self, scheduler: Any) -> None:
         self._scheduler = scheduler
+        if hasattr(scheduler, "kv_holding_waiting"):
+            self.queues = (scheduler.kv_holding_waiting,)
+        elif hasattr(scheduler, "skipped_waiting"):
+            self.queues, self._most = (scheduler.skipped_waiting, scheduler.waiting), (MOST_SKIPPED, 1)
+
+    def lacking_tokens(self) -> int:
+        """The most tokens that a request with blocks lacks, and may have no blocks for, before vLLM schedules it."""
+        lacking, ready = 0, (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+        for queue, most in zip(self.queues, self._most, strict=True):
+            for request in islice(queue, most):
+                if request.num_computed_tokens and request.status in ready:
+                    lacking = max(lacking, request.num_tokens - request.num_computed_tokens)
+        return lacking
 
     def kept_free(self) -> int:
         """Blocks that stay free when vLLM admits or resumes a request now."""

@@ -15,6 +15,8 @@ from vllm_kvtier.logs import get_logger
 
 logger = get_logger(__name__)
 
+_READY = (RequestStatus.WAITING, RequestStatus.PREEMPTED)  # to be scheduled
+
 
 def serves(scheduler: Any, connector: Any) -> bool:
     """Whether ``connector`` is the engine's only one.
@@ -72,7 +74,7 @@ def others_wait(scheduler: Any, request: Any) -> bool:
     requests that were skipped in it are in none of vLLM's queues. Another thread may ask, while one is added."""
     return any(
         other is not request
-        and other.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+        and other.status in _READY
         and not other.num_computed_tokens
         for other in list(scheduler.requests.values())
     )
@@ -102,10 +104,11 @@ def is_paused(scheduler: Any) -> bool:
 
 def drop_load(scheduler: Any, request: Any) -> None:
     """Take back the blocks of a load that has ended, if no step has had its request since: when vLLM resets its prefix
-    cache, it takes back those of running requests only. Between two steps."""
+    cache, it takes back those of running requests only. A session may have computed them, with media that its workers
+    do not get again, see ``possible``. Between two steps."""
     if request.request_id in scheduler.finished_recving_kv_req_ids:
         scheduler.failed_recving_kv_req_ids.add(request.request_id)  # as of a load that brought nothing
-    elif request.status not in (RequestStatus.WAITING, RequestStatus.PREEMPTED) or not request.num_computed_tokens:
+    elif request.resumable or request.status not in _READY or not request.num_computed_tokens:
         return
     scheduler.kv_cache_manager.free(request)
     scheduler._inflight_prefills.discard(request)  # as ``admission`` says

@@ -293,9 +293,13 @@ ROWS: tuple[Row, ...] = (
         trial=trials.waiting_loop, tried=(f"{_SCHEDULER}.schedule",), tries="code",
     ),
     Row(
-        "admission of requests", Feature.ADMISSION, "the blocks that stay free, and the prefills that they are for",
-        sets={_SCHEDULER: "running kv_cache_manager _inflight_prefills", _MANAGER: "watermark_blocks"},
-        optional={f"{_SCHEDULER}._spec_decode_step_blocks": Absence(0, since=(0, 31, 0))},
+        "admission of requests", Feature.ADMISSION, "the blocks that stay free, and the requests that lack some",
+        sets={_SCHEDULER: "running kv_cache_manager _inflight_prefills waiting", _MANAGER: "watermark_blocks"},
+        optional={
+            f"{_SCHEDULER}.kv_holding_waiting": Absence(None, since=(0, 31, 0)),
+            f"{_SCHEDULER}.skipped_waiting": Absence(None, until=(0, 31, 0)),
+            f"{_SCHEDULER}._spec_decode_step_blocks": Absence(0, since=(0, 31, 0)),
+        },
     ),
     Row(
         "paused engine", Feature.PAUSED, "whether it is, and whose loads have ended",
