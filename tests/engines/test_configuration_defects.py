@@ -238,6 +238,8 @@ async def test_pause_that_keeps_requests_lasts_until_reads_have_ended(trio, driv
     _, reply = await asked
     await driver.assert_right(reply, prompt)
     await driver.until_no_exports(trio.prefill)
+    _, reply = await driver.hand_off(trio.prefill, trio.decode, random_tokens(rng, 100))
+    assert reply.pulled == 100, "one read that ends well is enough to go on"
 
 
 @pytest.fixture

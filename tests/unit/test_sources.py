@@ -178,10 +178,12 @@ def test_lease_client_hears_whether_nixl_can_read_an_engine(world):
     )
     state = SimpleNamespace(hit=SimpleNamespace(instance="a/1", mapped=False), num_external_tokens=16)
     source.on_load_failed(state, PullResult("r", {1}, True, "wrong", 0, 0.1, checksum_mismatch=True))
-    assert not calls
+    assert calls == ["a/1"], "wrong bytes came: NIXL reads it"
+    source.on_load_failed(state, PullResult("r", {1}, True, "no", 0, 0.1))
+    assert calls == ["a/1"]
     source.on_load_failed(state, PullResult("r", {1}, True, "no", 0, 0.1, unreadable=True))
     source.on_loaded(state)
-    assert calls == [("no", "a/1"), "a/1"]
+    assert calls == ["a/1", ("no", "a/1"), "a/1"]
 
 
 def test_sixth_source_with_holds_hit_keeps_lease_until_beaten(world):

@@ -171,6 +171,8 @@ class PeerLeaseSource(KVSource):
             self._lease_client.unmappable(state.hit.instance)
         if not state.hit.mapped and getattr(result, "unreadable", False):
             self._lease_client.unreadable(state.hit.instance)
+        elif not state.hit.mapped and getattr(result, "checksum_mismatch", False):
+            self._lease_client.readable(state.hit.instance)  # bytes came
 
     def cancel(self, pending: PendingLookup) -> None:
         self._lease_client.cancel(pending.answer)
