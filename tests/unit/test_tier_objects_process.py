@@ -274,6 +274,20 @@ def test_object_tier_process_bad_block_is_deleted_and_rewritten(bench):
     assert bench.look().num_hash_blocks == 2
 
 
+def test_object_that_is_written_anew_before_its_deletion_is_reported_is_there(bench, monkeypatch):
+    bench.have(0)
+    held = []
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.tier_process._requests, "do", lambda call, done: held.append((call, done)))
+        bench.drop(0)
+    [(delete, deleted)] = held
+    result = delete()
+    bench.fill(7)
+    assert bench.ask(m.Write, bench.moves([0])).good == [True]
+    deleted(result)
+    assert bench.look().num_hash_blocks == 1 and bench.look().num_hash_blocks == 1
+
+
 def test_object_tier_process_slow_lookup_times_out(bench):
     held = []
     bench.tier_process._requests.do = lambda call, done: held.append((call, done))

@@ -357,8 +357,8 @@ class ObjectProcess:
                         "kvtier: object tier: corrupt blocks cannot be deleted (%s); other nodes may read them", result
                     )
                 self._undeletable = True
-            else:
-                self._corrupt.pop(key, None)
+            elif key in self._corrupt:  # or it was written anew by now
+                del self._corrupt[key]
                 self._presence.saw(key, False)
 
         self._requests.do(lambda: self._client.delete(key), deleted)
