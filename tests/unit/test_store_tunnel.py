@@ -136,7 +136,7 @@ def test_store_does_not_keep_a_connection_whose_end_a_cut_link_lost(made):
     made.waiting.clear()
     made.link.set()
     eventually(lambda: made.client.connected, 30)
-    assert [each.kind for each in made.store.counts().clients].count("engine") == 1
+    eventually(lambda: [each.kind for each in made.store.counts().clients].count("engine") == 1, 10)
     store_and_find(made.client, "e")
 
 
