@@ -163,13 +163,19 @@ def slow(request, tmp_path):
     thread.join(20)
 
 
+def written(slow, count):
+    _, pool, send, hear = slow
+    moves = [move_of(n, 1 + n * PAGES, PAGES, 1 + n * PAGES) for n in range(count)]
+    for move in moves:
+        fill(pool, move)
+    send(m.Write(1, moves))
+    assert hear().good == [True] * count
+    return moves
+
+
 def test_disk_reads_do_not_wait_for_fsync_of_writes(slow):
     files, pool, send, hear = slow
-    first = [move_of(n, 1 + n * PAGES, PAGES, 1 + n * PAGES) for n in range(4)]
-    for move in first:
-        fill(pool, move)
-    send(m.Write(1, first))
-    assert hear().good == [True] * 4
+    written(slow, 4)
     files.go.clear()
     send(m.Write(2, [move_of(9, 1, PAGES, 1 + 9 * PAGES)]))
     assert files.waits.acquire(timeout=20)  # its data's sync has begun
@@ -186,11 +192,7 @@ def test_disk_reads_do_not_wait_for_fsync_of_writes(slow):
 @pytest.mark.parametrize("slow", ["threads"], indirect=True)
 def test_disk_blocks_removed_during_a_read_are_no_corruption(slow):
     files, pool, send, hear = slow
-    moves = [move_of(n, 1 + n * PAGES, PAGES, 1 + n * PAGES) for n in range(2)]
-    for move in moves:
-        fill(pool, move)
-    send(m.Write(1, moves))
-    assert hear().good == [True, True]
+    moves = written(slow, 2)
     pread, begun, removed = files.pread, threading.Semaphore(0), threading.Event()
 
     def read(fd, into, offset):

@@ -131,12 +131,12 @@ def test_client_without_cluster_key_is_ignored(nodes):
     server, _ = nodes.both()
     server.ask("store", num_hash_blocks=8, name="k")
     stranger = nodes.start(1, nodes=nodes.address, cluster_key_file=nodes.other_key)
-    nobody = nodes.start(1, cluster_key_file="")
+    unnamed = nodes.start(1, cluster_key_file="")
     friend = nodes.start(1)
-    ready(stranger, nobody, friend)
+    ready(stranger, unnamed, friend)
     before = server.ask("stat")["leases_granted"]
     assert stranger.ask("find", num_hash_blocks=8, name="k")["units"] == 0
-    answers = [nobody.ask("find", num_hash_blocks=8, name="k", nodes=[nodes.address]) for _ in range(3)]
+    answers = [unnamed.ask("find", num_hash_blocks=8, name="k", nodes=[nodes.address]) for _ in range(3)]
     assert not any(answer["units"] for answer in answers)
     assert min(answer["seconds"] for answer in answers) < 0.5  # it was not even asked
     assert server.ask("stat")["leases_granted"] == before
