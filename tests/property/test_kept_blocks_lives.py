@@ -33,6 +33,7 @@ from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.connector import KVTierConnector
 from vllm_kvtier.containment import Containment
 from vllm_kvtier.scheduler.connector_scheduler import KVTierConnectorScheduler
+from vllm_kvtier.scheduler.integrity.checksum_clearing import ChecksumClearing
 from vllm_kvtier.scheduler.integrity.checksum_index import ChecksumIndex, ContentKeys
 from vllm_kvtier.scheduler.integrity.sync_load import SyncLoad
 from vllm_kvtier.scheduler.leases.export_builder import ExportBuilder
@@ -138,7 +139,7 @@ class Life(Offload):
         self.contain = half._contain = contain or Uncontained()
         half._passive, half._identity = False, bare_identity(namespace=object())
         half._checksum_index, half._exports = index, exports
-        half._reactor = SimpleNamespace(call_soon=lambda job: None)
+        half._clearing = ChecksumClearing(lambda message: None)
         half._exporter = ExportBuilder(load.engine, exports, index, lambda: self.shared)
         half._stretches = SimpleNamespace(possible=False)
         half._matcher, half._sync_load = make_matcher(load), load.sync_load

@@ -30,10 +30,10 @@ def test_refused_reset_leaves_exports_and_checksums(root, run_dir, monkeypatch):
         eventually(lambda: engine.step() and exports.has_handoffs(), 30, "exported")
         before = exports.counts()
         assert not engine.scheduler.reset_prefix_cache()
-        assert exports.has_handoffs() and exports.counts() == before and not engine.ours._generation
+        assert exports.has_handoffs() and exports.counts() == before and not engine.ours._clearing.generation
         engine.scheduler.finish_requests("busy", RequestStatus.FINISHED_ABORTED)
         eventually(engine.scheduler.reset_prefix_cache, 20, "reset")
-        assert not exports.has_handoffs() and engine.ours._generation
+        assert not exports.has_handoffs() and engine.ours._clearing.generation
     finally:
         engine.end()
         store.kill()

@@ -29,6 +29,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm_kvtier.jobs.results import LoadResult
 from vllm_kvtier.jobs.transfer_jobs import FailedJob
 from vllm_kvtier.scheduler.connector_scheduler import KVTierConnectorScheduler
+from vllm_kvtier.scheduler.integrity.checksum_clearing import ChecksumClearing
 from vllm_kvtier.scheduler.integrity.sync_load import SyncLoad
 from vllm_kvtier.scheduler.matching.provenance import Provenance
 from vllm_kvtier.scheduler.matching.request_lifecycle import State
@@ -193,6 +194,7 @@ class Life:
         half._geometry = world.load.engine.geometry
         half._identity = bare_identity(namespace=object())
         half._offloader = half._sharing = half._events = half._store = None
+        half._clearing = ChecksumClearing(print)
         half._exporter = SimpleNamespace(
             begin_step=lambda growth: [], step=1, urgent=False, drain=lambda: None,
             release_for_requests=lambda needed: None,

@@ -12,6 +12,7 @@ from vllm_kvtier.cache_kinds import InFlight
 from vllm_kvtier.jobs.results import FetchResult, LoadResult, PullResult
 from vllm_kvtier.scheduler.connector_scheduler import KVTierConnectorScheduler
 from vllm_kvtier.scheduler.context import BlockGeometry
+from vllm_kvtier.scheduler.integrity.checksum_clearing import ChecksumClearing
 from vllm_kvtier.scheduler.leases.export_builder import ExportBuilder
 from vllm_kvtier.scheduler.leases.exports import ExportTable, LeaseKind
 from vllm_kvtier.scheduler.matching.request_lifecycle import State
@@ -217,7 +218,7 @@ def test_pulls_are_refused_if_ranks_have_different_codecs(late, theirs):
     """A quality record that is written while the engine starts makes "auto" mean two things."""
     opened, closed, identity = [], [], bare_identity("engine/1")
     server = SimpleNamespace(open=lambda *_: opened.append(1), close=closed.append)
-    access = PeerAccess(context_of(identity), server, None, None, None)
+    access = PeerAccess(context_of(identity), server, None, None, None, ChecksumClearing(print))
 
     def settle():
         identity.namespace, identity.wire_codec = SimpleNamespace(hash_block_size=16), "int8"
@@ -238,7 +239,7 @@ def test_engine_whose_workers_do_not_report_says_so(caplog):
     """As one over two nodes: it computed everything, and its log did not tell why."""
     reasons, opened, identity = [], [], bare_identity("engine/1", SimpleNamespace(hash_block_size=16))
     server = SimpleNamespace(open=lambda *_: opened.append(1), close=reasons.append)
-    access = PeerAccess(context_of(identity), server, None, None, None)
+    access = PeerAccess(context_of(identity), server, None, None, None, ChecksumClearing(print))
     access.on_message(m.Described(0, (), ()))
     access.look_for_workers()
     assert "1 of its 2 workers" in reasons[0] and "several nodes" in caplog.text
@@ -251,7 +252,8 @@ def test_engine_whose_workers_do_not_report_says_so(caplog):
 
 def test_worker_that_cannot_be_read_has_reported():
     reasons = []
-    access = PeerAccess(context_of(bare_identity()), SimpleNamespace(close=reasons.append), None, None, None)
+    server, clearing = SimpleNamespace(close=reasons.append), ChecksumClearing(print)
+    access = PeerAccess(context_of(bare_identity()), server, None, None, None, clearing)
     for rank in (0, 1):
         access.on_message(m.Unusable(rank, "no backend"))
     access.look_for_workers()
@@ -264,7 +266,7 @@ def test_peer_directory_lists_only_engines_with_shared_memory(shared):
     known = []
     sharing, server = SimpleNamespace(opened=known.append), SimpleNamespace(open=lambda *_: None)
     identity = bare_identity("engine/1", SimpleNamespace(hash_block_size=16))
-    access = PeerAccess(context_of(identity), server, None, None, sharing)
+    access = PeerAccess(context_of(identity), server, None, None, sharing, ChecksumClearing(print))
     for rank, can in enumerate(shared):
         access.on_message(m.Register(SimpleNamespace(rank=rank, shared=object() if can else None), "raw"))
     assert known == ([("here", 1)] if all(shared) else [])

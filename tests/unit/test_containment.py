@@ -19,6 +19,7 @@ from vllm_kvtier.containment import MAX_ERRORS, WINDOW, Containment, Unsafe, con
 from vllm_kvtier.errors import ConfigError
 from vllm_kvtier.jobs.transfer_jobs import FailedJob, GroupLoad, PullJob, StepWork
 from vllm_kvtier.scheduler.connector_scheduler import KVTierConnectorScheduler
+from vllm_kvtier.scheduler.integrity.checksum_clearing import ChecksumClearing
 from vllm_kvtier.scheduler.integrity.sync_load import SyncLoad
 from vllm_kvtier.scheduler.leases.exports import Export, ExportTable, GroupBlocks, LeaseKind
 from vllm_kvtier.scheduler.matching.request_lifecycle import State
@@ -347,6 +348,7 @@ def test_load_results_error_in_one_result_keeps_others(part, failed, contain, mo
 def test_step_work_error_keeps_jobs_for_next_call(monkeypatch):
     world = World(ONE)
     half = KVTierConnectorScheduler.__new__(KVTierConnectorScheduler)
+    half._clearing = ChecksumClearing(print)
     half._matcher, half._exporter = world.matcher, SimpleNamespace(step=3, urgent=False)
     request = request_of(world)
     world.store(request)

@@ -11,6 +11,7 @@ from support import FakePool, Uncontained, make_request
 
 from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.scheduler.connector_scheduler import KVTierConnectorScheduler
+from vllm_kvtier.scheduler.integrity.checksum_clearing import ChecksumClearing
 from vllm_kvtier.scheduler.integrity.checksum_index import ChecksumEntry, ChecksumIndex, ContentKeys
 from vllm_kvtier.scheduler.leases import exports
 from vllm_kvtier.scheduler.leases.exports import Export, ExportTable, GroupBlocks, Lease, LeaseKind, Refusal
@@ -155,7 +156,7 @@ def test_prefix_cache_reset_succeeds_with_leased_blocks():
     half._exports, half._checksum_index, half._config = world.table, world.checksum_index, KVTierConfig()
     half._offloader = half._events = None
     half._contain, half._matcher = Uncontained(), SimpleNamespace(clear_checksums=lambda: None)
-    half._reactor = SimpleNamespace(call_soon=lambda job: None)
+    half._clearing = ChecksumClearing(lambda message: None)
     half._sync_load = SimpleNamespace(unpin=lambda: None)
 
     def drain():

@@ -10,6 +10,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_kvtier.config import KVTierConfig
+from vllm_kvtier.scheduler.integrity.checksum_clearing import ChecksumClearing
 from vllm_kvtier.scheduler.peer_access import PeerAccess
 from vllm_kvtier.vllm_compat import sleep
 from vllm_kvtier.vllm_compat.engine_info import _unsupported
@@ -148,7 +149,7 @@ def access_of(identity, endpoint, world_size=1, sharing=None):
     reactor = SimpleNamespace(call_soon=lambda job: job())
     info = SimpleNamespace(world_size=world_size, engine_id="e")
     engine = SimpleNamespace(reactor=reactor, info=info, identity=identity)
-    return PeerAccess(engine, endpoint, None, None, sharing)
+    return PeerAccess(engine, endpoint, None, None, sharing, ChecksumClearing(lambda message: None))
 
 
 def is_open(half) -> bool:  # noqa: F811

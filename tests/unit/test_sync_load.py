@@ -12,6 +12,7 @@ from vllm.v1.request import RequestStatus
 from vllm_kvtier.jobs.results import FetchResult, LoadResult
 from vllm_kvtier.scheduler.connector_scheduler import KVTierConnectorScheduler
 from vllm_kvtier.scheduler.integrity import sync_load as module
+from vllm_kvtier.scheduler.integrity.checksum_clearing import ChecksumClearing
 from vllm_kvtier.scheduler.integrity.sync_load import SyncLoad
 from vllm_kvtier.scheduler.matching.request_lifecycle import RequestLifecycle, State
 from vllm_kvtier.scheduler.matching.request_state import RequestState
@@ -346,6 +347,7 @@ def test_sync_load_blocks_are_not_stored_before_verification(bare):  # noqa: F81
     half.has_pending_frees = lambda: False
     half._step_timer = SimpleNamespace(begin_step=lambda output, get, counts: seen.update(counts=counts))
     half._tables = SimpleNamespace(each_block=False, begin_step=lambda *_: growth)
+    half._clearing = ChecksumClearing(print)
     half._exporter = SimpleNamespace(
         step=5, urgent=False, begin_step=lambda growth: seen.update(checksums_ready=growth) or []
     )

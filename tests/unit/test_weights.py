@@ -18,6 +18,7 @@ from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.connector import KVTierConnector
 from vllm_kvtier.containment import Containment
 from vllm_kvtier.scheduler.connector_scheduler import KVTierConnectorScheduler
+from vllm_kvtier.scheduler.integrity.checksum_clearing import ChecksumClearing
 from vllm_kvtier.scheduler.matching import provenance as provenance_module
 from vllm_kvtier.scheduler.matching.provenance import Provenance
 from vllm_kvtier.scheduler.peer_access import PeerAccess
@@ -145,7 +146,7 @@ class Running:
         revoke = lambda seconds: self.sent.append(None)  # noqa: E731
         half._exports = SimpleNamespace(clear=lambda: None, revoke=revoke, has_freed=lambda: False)
         half._checksum_index = half._tables = SimpleNamespace(clear=lambda: None)
-        half._reactor, half._link = SimpleNamespace(call_soon=lambda job: job()), SimpleNamespace(send=self.sent.append)
+        half._clearing = clearing = ChecksumClearing(self.sent.append)
         half._sync_load = SimpleNamespace(unpin=lambda: None, pin_again=lambda: None, verification_pending=False)
         half._engine = SimpleNamespace(
             paused_scheduler=None, scheduler_lock=SimpleNamespace(held=lambda method: method),
@@ -159,7 +160,7 @@ class Running:
             info=SimpleNamespace(), identity=half._identity,
             reactor=SimpleNamespace(call_soon=lambda job: job()),
         )
-        half._access = PeerAccess(engine, SimpleNamespace(close=self.told.append), None, None, None)
+        half._access = PeerAccess(engine, SimpleNamespace(close=self.told.append), None, None, None, clearing)
         pool.around_reset(half._before_reset, half._after_reset, half._contain)
 
     def request(self, name: str, lora: LoRARequest | None = None):

@@ -26,7 +26,6 @@ from vllm_kvtier.vllm_compat import requests as vr
 from vllm_kvtier.vllm_compat import weights
 from vllm_kvtier.vllm_compat.hooks import rollback
 from vllm_kvtier.vllm_compat.hooks.interpreter import SwitchInterval
-from vllm_kvtier.wire import link as lm
 from vllm_kvtier.wire import messages as m
 
 logger = get_logger(__name__)
@@ -42,7 +41,6 @@ IDLE_EVENT_BATCHES = 4  # batches of KV events that an idle engine publishes in 
 class KVTierConnectorScheduler(SchedulerParts):
     _report_at = 0.0  # when vLLM next gets what was counted
     _passive = False  # too much of our code failed
-    _generation = 0  # of the checksums
     _only_connector = True  # of this engine: it has no MultiConnector
     _answered = ""  # the request that vLLM was last given an answer to, until it has blocks
 
@@ -182,7 +180,8 @@ class KVTierConnectorScheduler(SchedulerParts):
         idle = not output.total_num_scheduled_tokens
         if checksums or self._matcher.has_jobs():
             return self.step_work(checksums, idle)
-        return StepWork(self._exporter.step, idle=idle, urgent=self._exporter.urgent, generation=self._generation)
+        exporter = self._exporter
+        return StepWork(exporter.step, idle=idle, urgent=exporter.urgent, generation=self._clearing.generation)
 
     def _follow(self, output: Any, synchronous: bool) -> list[ChecksumJob]:
         """Follow the blocks that the step's requests fill: checksums to compute, blocks to store."""
@@ -239,7 +238,7 @@ class KVTierConnectorScheduler(SchedulerParts):
             step, urgent = self._exporter.step, self._exporter.urgent
             work = StepWork(
                 step, list(checksums), new_peers=new_peers, aborted=aborted, idle=idle, urgent=urgent,
-                generation=self._generation,
+                generation=self._clearing.generation,
             )  # fmt: skip
             for job in jobs:
                 getattr(work, job.step_list).append(job)
@@ -360,19 +359,13 @@ class KVTierConnectorScheduler(SchedulerParts):
         if self._events is not None:
             attempt("repeating events", self._events.publish_again)
         insist("revoking leases", lambda: self._exports.revoke(RESET_WAIT_SECONDS))
-        insist("clearing the workers' checksums", self._clear_checksums)  # behind the reads under these leases
+        insist("clearing hand-offs' checksums", self._matcher.clear_checksums)
+        # Behind the reads under these leases. The weights may be others now.
+        insist("clearing the workers' checksums", lambda: self._clearing.clear(RESET_WAIT_SECONDS))
         attempt("giving blocks back", self._exporter.drain, repair=self._exporter.drain)
         if self._offloader is not None:
             cancel = functools.partial(self._offloader.cancel_all, self._config.lookup_timeout + RESET_WAIT_SECONDS)
             attempt("ending copies", cancel, repair=cancel)
-
-    def _clear_checksums(self) -> None:
-        """In the workers' tables. An engine with the parameters of an earlier hand-off would read its blocks, which are
-        as they were until vLLM uses them again, before it is refused a lease; and the weights may be others now."""
-        self._matcher.clear_checksums()
-        self._generation += 1
-        message = lm.ClearChecksums(self._generation)
-        self._reactor.call_soon(lambda: self._link.send(message))
 
     def _after_reset(self) -> None:
         self._contain.attempt("provenance", self._provenance.after_reset)

@@ -5,6 +5,7 @@ On the reactor's thread; any thread may call ``refuse`` and ``hello``.
 
 from vllm_kvtier.logs import get_logger
 from vllm_kvtier.scheduler.context import EngineContext
+from vllm_kvtier.scheduler.integrity.checksum_clearing import ChecksumClearing
 from vllm_kvtier.scheduler.leases.lease_server import LeaseServer
 from vllm_kvtier.scheduler.leases.peer_directory_client import PeerDirectoryClient
 from vllm_kvtier.scheduler.offload.offloader import Offloader
@@ -28,9 +29,11 @@ class PeerAccess:
         store: StoreSource | None,
         offloader: Offloader | None,
         sharing: PeerDirectoryClient | None,
+        clearing: ChecksumClearing,
     ):
         self._info, self._identity, self._reactor = engine.info, engine.identity, engine.reactor
         self._server, self._store, self._offloader, self._sharing = server, store, offloader, sharing
+        self._clearing = clearing
         self._checksums_ready: dict[int, int] = {}  # by rank: the last step
         self._present: set[int] = set()  # ranks
         self.refused: str | None = None  # the reason
@@ -68,7 +71,7 @@ class PeerAccess:
         identity = self._identity
         match message:
             case lm.Described():
-                self._present.add(message.rank)
+                self._report(message.rank)
                 identity.described[message.rank] = message
                 self.open_if_ready()
             case lm.PoolReady() if self._store is not None:
@@ -88,7 +91,7 @@ class PeerAccess:
                 self._checksums_ready.setdefault(message.info.rank, -1)
                 self.open_if_ready()
             case lm.Unusable():
-                self._present.add(message.rank)
+                self._report(message.rank)
                 self.close(message.reason)
             case lm.Asleep():
                 if self._server.unusable is None:
@@ -98,10 +101,16 @@ class PeerAccess:
                 self._server.close(self.refused or "the engine sleeps")
                 if self._sharing is not None:  # vLLM has reset the cache, because the weights may change meanwhile
                     self._sharing.leave()
+            case lm.ChecksumsCleared():
+                self._clearing.cleared(message)
             case lm.ChecksumsReady():
                 self._checksums_ready[message.rank] = max(self._checksums_ready.get(message.rank, -1), message.step)
                 if len(self._checksums_ready) == self._info.world_size:
                     self._server.checksums_ready(min(self._checksums_ready.values()))
+
+    def _report(self, rank: int) -> None:
+        self._present.add(rank)
+        self._clearing.present(rank)
 
     def open_if_ready(self) -> None:
         identity, world_size = self._identity, self._info.world_size

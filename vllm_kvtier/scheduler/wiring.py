@@ -16,6 +16,7 @@ from vllm_kvtier.scheduler.admin.gauges import Gauges
 from vllm_kvtier.scheduler.admin.store_admin import StoreAdmin
 from vllm_kvtier.scheduler.context import BlockGeometry, EngineContext, LoadContext
 from vllm_kvtier.scheduler.engine_identity import EngineIdentity
+from vllm_kvtier.scheduler.integrity.checksum_clearing import ChecksumClearing
 from vllm_kvtier.scheduler.integrity.checksum_index import ChecksumIndex
 from vllm_kvtier.scheduler.integrity.load_results import LoadResults
 from vllm_kvtier.scheduler.integrity.sync_load import SyncLoad
@@ -87,7 +88,8 @@ class SchedulerParts(ABC):
             lambda engine: self._meet_scheduler(engine, connector),
         )
         self._reactor = Reactor("kvtier-scheduler")
-        self._link = LinkServer(self._reactor, link_path, lambda message: self._access.on_message(message))
+        self._link = link = LinkServer(self._reactor, link_path, lambda message: self._access.on_message(message))
+        self._clearing = ChecksumClearing(lambda message: self._reactor.call_soon(lambda: link.send(message)))
         self._geometry = geometry = BlockGeometry(
             info.groups, pool.hash_block_size, info.whole_blocks, info.draft_lookahead, info.in_flight
         )
@@ -144,7 +146,9 @@ class SchedulerParts(ABC):
         )  # fmt: skip
         peer_gpu, self._retained = PeerGpuSource(context), RetainedBlocksSource(context)
         self._wire_store(context, peer_gpu)
-        self._access = PeerAccess(engine, self._endpoint, self._store, self._offloader, self._sharing)
+        self._access = PeerAccess(
+            engine, self._endpoint, self._store, self._offloader, self._sharing, self._clearing
+        )
         handoffs = FollowedPrefillSource(context, self._engine.scheduler_lock), PrefillHandoffSource(context)
         sources: list[KVSource | None] = [*handoffs, self._store, peer_gpu, self._retained]
         self._matcher = RequestMatcher(context, [source for source in sources if source is not None])

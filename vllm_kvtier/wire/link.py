@@ -164,6 +164,13 @@ class ClearChecksums(msgspec.Struct, frozen=True, tag="clear_checksums"):
     generation: Count
 
 
+class ChecksumsCleared(msgspec.Struct, frozen=True, tag="checksums_cleared"):
+    """No checksum of before this generation is in this rank's table."""
+
+    rank: Count
+    generation: Count
+
+
 class Serve(msgspec.Struct, frozen=True, tag="serve"):
     """Whether peers read from this engine: the worker must make NIXL progress meanwhile."""
 
@@ -177,6 +184,7 @@ LinkMessage = (
     | Asleep
     | ChecksumsReady
     | ClearChecksums
+    | ChecksumsCleared
     | Serve
     | PoolSetup
     | PoolReady
@@ -199,6 +207,7 @@ def decode_link(frame: bytes) -> LinkMessage:
 # The messages that say how things are, by subject. A connection between nodes that is cut loses messages: each side
 # sends the latest of each subject again on the next one.
 _SUBJECTS: dict[type, int] = {Described: 0, Register: 1, Unusable: 1, Asleep: 1, PoolReady: 2, ChecksumsReady: 3}
+_SUBJECTS[ChecksumsCleared] = 4
 _SUBJECTS |= {PoolSetup: 0, RemoteStoreSetup: 1, Serve: 2, ClearChecksums: 3}
 
 

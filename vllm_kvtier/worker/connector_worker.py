@@ -275,6 +275,7 @@ class KVTierConnectorWorker:
                 self._exchange.serve(message.active)
             case m.ClearChecksums():
                 self._exchange.clear_checksums(message.generation)
+                self._link.send(m.ChecksumsCleared(self._context.rank, self._exchange.generation))
             case m.PoolSetup() if store is None and view is not None:
                 self._store = StoreWorker(self._context, view, message)
             case m.RemoteStoreSetup() if store is None and view is not None:
