@@ -11,10 +11,12 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from vllm_kvtier import logs
+from vllm_kvtier.devtools.processes import Service
 
 pytest_plugins = ["engine_fixtures", "node_fixtures"]
 
 ROOT = Path(__file__).parents[1]
+os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # of servers: a crash in native code leaves its stacks in the log
 
 # The machines that run these tests are small and shared: a slow example is no failure. KVTIER_EXAMPLES=2000
 # searches longer than a normal run.
@@ -26,6 +28,18 @@ settings.register_profile(
     print_blob=True,
 )
 settings.load_profile("kvtier")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """A failure says which servers have ended by then, and their last words: a client sees a refused connection."""
+    report = yield
+    if report.failed:
+        for service in gc.get_objects():
+            if issubclass(type(service), Service) and service.ended is not None:
+                title = f"{service.name} ended with code {service.ended}"
+                report.sections.append((title, service.log_tail(25)))
+    return report
 
 
 @pytest.fixture(scope="session")

@@ -133,7 +133,7 @@ def test_engine_without_directory_for_sockets_computes(engine, run_dir, monkeypa
 def test_engine_thread_with_loop_finds_scheduler_when_idle(engine):
     core = engine(KVTIER)
     proc = EngineCoreProc.__new__(EngineCoreProc)
-    proc.scheduler, proc._idle_state_callbacks = core.scheduler, []
+    proc.scheduler, proc._idle_state_callbacks, proc.input_queue = core.scheduler, [], queue.Queue()
     proc._notify_idle_state_callbacks()
     assert kvtier(core)._scheduler.engine_scheduler is core.scheduler
 

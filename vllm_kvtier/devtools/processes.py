@@ -113,6 +113,11 @@ class Service:
     def running(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
+    @property
+    def ended(self) -> int | None:
+        """The exit code, if it ended and ``kill`` or ``terminate`` was not called."""
+        return self._process.poll() if self._process is not None and self._pidfd >= 0 else None
+
     def start(self) -> "Service":
         """Start without waiting. A restart appends to the log."""
         if self.running:
