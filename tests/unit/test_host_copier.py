@@ -131,6 +131,30 @@ def test_host_copier_layouts_with_other_meaning_have_other_digests(change):
     assert layout_digest([group]) != layout_digest([msgspec.structs.replace(group, regions=regions)])
 
 
+def test_host_copier_reaches_the_last_slot_of_each_group():
+    """Of groups with fewer layers a smaller slot fits behind the last one of the largest."""
+    few, many = make_view(layers=1, cells=64, inner=64), make_view(layers=4, cells=64, inner=64)
+    groups = [many.groups[0], few.groups[0]]
+    view = CacheView(groups, BLOCKS, "cpu", many._storages + few._storages)
+    layouts = [part_layout(group) for group in groups]
+    sizes = [slot_layout([layout]).pages for layout in layouts]
+    assert sizes[1] < sizes[0]
+    pool, handle = make_pool(pages := 4 * sizes[0])
+    copier = make_copier(view, handle, layouts, [0, 0])
+    copier.register(0, len(pool))
+    for group, size in enumerate(sizes):
+        blocks, keys, slots = np.array([3]), np.array([5], dtype=np.uint64), np.array([pages - size])
+        copier.store(group, blocks, keys, slots)
+        before = [view.pages(region)[3].clone() for region in groups[group].regions]
+        for region in groups[group].regions:
+            view.pages(region)[3] = 0
+        assert not copier.load(group, blocks, keys, slots).bad.any()
+        after = [view.pages(region)[3] for region in groups[group].regions]
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        with pytest.raises(ValueError, match="outside"):
+            copier.store(group, blocks, keys, slots + 1)
+
+
 def test_host_copier_wrong_key_marks_block_bad():
     copier, _, _, slot = make(make_view())
     blocks, slots = np.array([0, 1]), np.array([1, 2]) * slot.pages

@@ -54,8 +54,6 @@ class HostCopier:
         self._parts = list(zip(layouts, part_offsets, strict=True))
         memory = torch.frombuffer(mapping.buffer, dtype=torch.uint8)
         self._words = memory.numpy()[: nbytes // 8 * 8].view(np.uint64)
-        whole = max(offset + layout.nbytes for layout, offset in self._parts)
-        pages = max(0, nbytes - whole) // PAGE + 1
         self._groups: list[_Group | EncodedGroup] = []
         for group, (layout, offset) in zip(view.groups, self._parts, strict=True):
             if layout.encoded:
@@ -63,6 +61,7 @@ class HostCopier:
             else:
                 # A view of slots, in which block ids are page numbers.
                 dense = _slots(group, layout, address + offset)
+                pages = max(0, nbytes - offset - layout.nbytes) // PAGE + 1
                 slots = CacheView([dense], pages, "cpu", [memory.untyped_storage()])
                 self._groups.append(_Group(view, group, slots, dense))
         self.piece_bytes = ENCODED_PIECE_BYTES if any(layout.encoded for layout in layouts) else PIECE_BYTES
