@@ -7,7 +7,7 @@ from cache_groups import mamba
 from source_fakes import load_context
 
 from vllm_kvtier.config import KVTierConfig
-from vllm_kvtier.jobs.results import FetchResult
+from vllm_kvtier.jobs.results import FetchResult, LoadResult, PullResult
 from vllm_kvtier.jobs.transfer_jobs import MAX_PEERS_REMEMBERED
 from vllm_kvtier.scheduler.leases.lease_client import LeasedBlocks
 from vllm_kvtier.scheduler.sources.base import Candidate, LookupHit, LookupMiss
@@ -57,8 +57,8 @@ def stored(tokens):
     return LookupHit(SimpleNamespace(cost_key="host"), "life", 1, 0, tokens, [[]], session=1, nbytes=tokens * BYTES)
 
 
-def lent(tokens):
-    return LookupHit(None, "other/1", 1, 0, tokens, [[]], path=ReadPath.MAPPED, nbytes=tokens * BYTES)
+def lent(tokens, path=ReadPath.MAPPED):
+    return LookupHit(None, "other/1", 1, 0, tokens, [[]], path=path, nbytes=tokens * BYTES)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_peer_gpu_unmappable_engine_is_asked_until_no_path_is_left():
     unmappable = []
     made._lease_client = SimpleNamespace(unmappable=unmappable.append)
     t = request()
-    t.hit = lent(640)
+    t.hit = t.taken_hit = lent(640)
     made.on_load_failed(t, FetchResult("r", {1}, True, "no", 0, 0.1, unmappable="another pid namespace"))
     assert unmappable == ["other/1"] and made.is_eligible(request(), holder(640), 0), "NIXL may read it"
     answer = SimpleNamespace(outcome=LookupMiss("layout", "32 layers here"), same_node_instance="odd/1")
@@ -113,6 +113,26 @@ def test_peer_gpu_unmappable_engine_is_asked_until_no_path_is_left():
     t = request()
     t.failed.add("third/1")
     assert not made.is_eligible(t, holder(640, "third/1"), 0), "it failed this request before"
+
+
+def test_peer_gpu_that_nixl_reads_is_blamed_for_its_pulls():
+    """One whose reads by NIXL hang cost each request the whole ``transfer_timeout``."""
+    made, calls = make()[0], []
+    made._lease_client = SimpleNamespace(unreadable=lambda i: calls.append(("no", i)), readable=calls.append)
+    t = request()
+    t.hit, t.unreadable = lent(640, ReadPath.STAGED), ""
+    t.taken_hit = t.hit
+    made.on_load_failed(t, PullResult("r", {1}, True, "late", 0, 60.0, unreadable=True))
+    assert calls == [("no", "other/1")] and made.is_eligible(request(), holder(640), 0), "the lease client lets one try"
+    t.unreadable = ""
+    for late in (
+        FetchResult("r", {1}, True, "wrong", 0, 0.1, checksum_mismatch=True),
+        LoadResult("r", {1}, "wrong", 0, 0.1, 0.0, [(0, 4)]),
+    ):
+        made.on_load_failed(t, late)
+        assert len(calls) == 1 and made.is_eligible(request(), holder(640), 0), "of an earlier job of another source"
+    made.on_load_failed(t, PullResult("r", {1}, True, "wrong", 0, 0.1, checksum_mismatch=True))
+    assert calls[1:] == ["other/1"] and not made.is_eligible(request(), holder(640), 0)
 
 
 def test_peer_gpu_of_other_block_sizes_is_not_read():

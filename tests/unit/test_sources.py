@@ -157,18 +157,23 @@ def test_sixth_source_abort_releases_lease(world, answered):
     assert (len(world.shelf.cancelled), world.shelf.released) == ((0, [1]) if answered else (1, []))
 
 
-def test_late_result_of_other_source_is_ignored():
+def test_late_result_of_other_source_is_ignored(world):
     """Its request has a hit of this source by now."""
-    request = SimpleNamespace(hit=SimpleNamespace(instance="innocent", mapped=True, session=1))
+    hit = SimpleNamespace(instance="innocent", mapped=True, session=1)
+    request = SimpleNamespace(hit=hit, taken_hit=hit)
     fetched = FetchResult("r", {1}, True, "wrong", 0, 0.1, checksum_mismatch=True)
     NodeStoreSource.on_load_failed(SimpleNamespace(), request, fetched)  # whatever it used would raise
-    peers = SimpleNamespace(_backoff_until={}, _lease_client=None)
-    PeerGpuSource.on_load_failed(peers, request, LoadResult("r", {1}, "wrong", 0, 0.1, 0.0, [(0, 4)]))
+    peers = PeerGpuSource(world.load)
+    peers.on_load_failed(request, LoadResult("r", {1}, "wrong", 0, 0.1, 0.0, [(0, 4)]))
     assert not peers._backoff_until
-    PeerGpuSource.on_load_failed(peers, request, fetched)
+    peers.on_load_failed(request, fetched)
     assert list(peers._backoff_until) == ["innocent"]
-    read = PullResult("r", {1}, True, "no", 0, 0.1, unreadable=True)
-    PrefillHandoffSource.on_load_failed(SimpleNamespace(), request, read)
+    handoffs = PrefillHandoffSource(world.load)
+    handoffs._lease_client = SimpleNamespace()  # whatever it used of it would raise
+    handoffs.on_load_failed(request, PullResult("r", {1}, True, "no", 0, 0.1, unreadable=True))
+    hit.mapped = False
+    handoffs.on_load_failed(request, LoadResult("r", {1}, "wrong", 0, 0.1, 0.0, [(0, 4)]))
+    handoffs.on_load_failed(request, fetched)
 
 
 def test_lease_client_hears_whether_nixl_can_read_an_engine(world):
@@ -176,12 +181,15 @@ def test_lease_client_hears_whether_nixl_can_read_an_engine(world):
     source._lease_client = SimpleNamespace(
         unreadable=lambda instance: calls.append(("no", instance)), readable=lambda instance: calls.append(instance)
     )
-    state = SimpleNamespace(hit=SimpleNamespace(instance="a/1", mapped=False), num_external_tokens=16)
+    hit = SimpleNamespace(instance="a/1", mapped=False)
+    state = SimpleNamespace(hit=hit, taken_hit=hit, num_external_tokens=16, unreadable="")
     source.on_load_failed(state, PullResult("r", {1}, True, "wrong", 0, 0.1, checksum_mismatch=True))
     assert calls == ["a/1"], "wrong bytes came: NIXL reads it"
     source.on_load_failed(state, PullResult("r", {1}, True, "no", 0, 0.1))
     assert calls == ["a/1"]
     source.on_load_failed(state, PullResult("r", {1}, True, "no", 0, 0.1, unreadable=True))
+    source.on_load_failed(state, PullResult("r", {1}, True, "wrong", 0, 0.1, checksum_mismatch=True))
+    assert calls == ["a/1", ("no", "a/1")], "wrong bytes came to one rank, but none to another"
     source.on_loaded(state)
     assert calls == ["a/1", ("no", "a/1"), "a/1"]
 

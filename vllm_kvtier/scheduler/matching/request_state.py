@@ -69,6 +69,7 @@ class RequestState:
     job: Job | FailedJob | None = None
     can_cancel_load: bool = False
     # Sources write these.
+    unreadable: str = ""  # instance from which a rank's read by NIXL failed, or did not end in time
     other_hashes: dict[int, list[bytes]] = field(default_factory=dict)  # block hashes by ``hash_block_size``
     asked_from: int = 0  # ``num_computed_tokens`` when the store was last asked
     epoch: int = 0  # of the engine's namespaces, then

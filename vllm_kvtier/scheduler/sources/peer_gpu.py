@@ -165,15 +165,11 @@ class PeerGpuSource(PeerLeaseSource):
         self._remember_read(state.hit)
 
     def on_load_failed(self, state: RequestState, result: Result) -> None:
-        instance = state.hit.instance
-        if result.kind != "fetch" or not state.hit.mapped:  # or the late result of an earlier job of another source
-            return
-        if getattr(result, "unmappable", ""):
-            self._lease_client.unmappable(instance)
-        if result.checksum_mismatch:
+        super().on_load_failed(state, result)
+        if self._is_of(state.hit, result) and result.checksum_mismatch:
             now = time.monotonic()
             self._backoff_until = {name: until for name, until in self._backoff_until.items() if until > now}
-            self._backoff_until[instance] = now + CORRUPT_BACKOFF_SECONDS
+            self._backoff_until[state.hit.instance] = now + CORRUPT_BACKOFF_SECONDS
 
     def describe(self, hit: LookupHit) -> str:
         return f"gpu {super().describe(hit)}"

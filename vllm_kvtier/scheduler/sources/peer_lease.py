@@ -167,12 +167,21 @@ class PeerLeaseSource(KVSource):
             self._lease_client.readable(hit.instance)
 
     def on_load_failed(self, state: RequestState, result: Result) -> None:
-        if state.hit.mapped and getattr(result, "unmappable", ""):
-            self._lease_client.unmappable(state.hit.instance)
-        if not state.hit.mapped and getattr(result, "unreadable", False):
-            self._lease_client.unreadable(state.hit.instance)
-        elif not state.hit.mapped and getattr(result, "checksum_mismatch", False):
-            self._lease_client.readable(state.hit.instance)  # bytes came
+        hit = state.taken_hit
+        if not self._is_of(hit, result):
+            return
+        if getattr(result, "unmappable", ""):
+            self._lease_client.unmappable(hit.instance)
+        elif getattr(result, "unreadable", False):
+            state.unreadable = hit.instance
+            self._lease_client.unreadable(hit.instance)
+        elif result.checksum_mismatch and not hit.mapped and state.unreadable != hit.instance:
+            self._lease_client.readable(hit.instance)  # bytes came
+
+    @staticmethod
+    def _is_of(hit: LookupHit, result: Result) -> bool:
+        """False: the late result of an earlier job of another source."""
+        return result.kind == ("fetch" if hit.mapped else "pull")
 
     def cancel(self, pending: PendingLookup) -> None:
         self._lease_client.cancel(pending.answer)
