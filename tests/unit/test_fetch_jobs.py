@@ -221,6 +221,22 @@ def test_source_is_mapped_when_there_are_file_descriptors_again(there):
     assert fetches.start([order]) == [] and fetches.ready("s/1")
 
 
+@pytest.mark.parametrize("error", [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB."),
+    KVTierError("GPU memory of process 7 cannot be mapped: cuIpcOpenMemHandle failed: CUDA_ERROR_OUT_OF_MEMORY (2), "
+                "out of memory"),
+    RuntimeError("Triton Error [CUDA]: out of memory"),
+])  # fmt: skip
+def test_source_is_mapped_when_there_is_device_memory_again(there, error):
+    """It was read by NIXL, or not at all, until its engine ended."""
+    fetches, copier = on_device(there)
+    order, copier.refuse = order_of(pull_of([5], [3], 4)), error
+    [result] = fetches.start([order])
+    assert "out of memory" in result.reason and not result.unmappable
+    copier.refuse = None
+    assert fetches.start([order]) == [] and fetches.ready("s/1")
+
+
 def test_unmappable_sources_are_forgotten_with_their_engines(there):
     fetches, copier = on_device(there)
     copier.refuse = KVTierError("another node")

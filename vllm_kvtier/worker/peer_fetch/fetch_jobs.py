@@ -231,9 +231,9 @@ class PeerFetches:
                 check_memory(part.source)
             self._copier.add(instance, parts)
         except Exception as error:  # drivers raise their own classes
-            if not isinstance(error, KVTierError):
-                logger.exception("kvtier: peer fetch: mapping the memory of %s failed", instance)
-            if getattr(error.__cause__, "errno", None) not in (errno.EMFILE, errno.ENFILE):  # these pass
+            if not _passes(error):
+                if not isinstance(error, KVTierError):
+                    logger.exception("kvtier: peer fetch: mapping the memory of %s failed", instance)
                 self._unmappable[instance] = str(error)
             raise KVTierError(str(error)) from error
         self._ready[instance] = min((part.source.num_blocks for part in parts), default=0)
@@ -301,3 +301,9 @@ class PeerFetches:
         if instance not in self._logged:
             self._logged.add(instance)
             logger.warning("kvtier: peer fetch: %s (logged once for this source)", reason)
+
+
+def _passes(error: Exception) -> bool:
+    """Whether mapping a source may succeed another time: descriptors or device memory lacked. torch, Triton and the
+    driver have no class in common for the latter."""
+    return getattr(error.__cause__, "errno", None) in (errno.EMFILE, errno.ENFILE) or "out of memory" in str(error)
