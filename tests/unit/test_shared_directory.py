@@ -215,3 +215,18 @@ def test_recent_use_is_not_recorded_again(tmp_path, place):
     store_of(place).was_used(key_of(place, 1), 0.0)
     assert path.stat().st_mtime > before
     store_of(place).was_used(key_of(place, 2), 0.0)  # removed meanwhile
+
+
+@pytest.mark.parametrize("ahead", [-3600.0, 3600.0])
+def test_recent_use_is_not_recorded_again_by_a_node_with_a_wrong_clock(tmp_path, place, monkeypatch, ahead):
+    """At each read of a block it set the time of its file."""
+    path, now, utime, touched = have(tmp_path, place, 1, age=30), time.time, os.utime, []
+    monkeypatch.setattr(time, "time", lambda: now() + ahead)
+    monkeypatch.setattr(os, "utime", lambda *arguments: touched.append(arguments) or utime(*arguments))
+    store = store_of(place)
+    for _ in range(3):
+        store.was_used(key_of(place, 1), path.stat().st_mtime)
+    assert len(touched) <= 1, "until it knows the file server's time"
+    utime(path, (now() - 3600, now() - 3600))
+    store.was_used(key_of(place, 1), path.stat().st_mtime)
+    assert path.stat().st_mtime > now() - 5

@@ -48,6 +48,7 @@ class SharedDirectory:
         self._scanned = time.monotonic()  # when any store last scanned, as far as this one knows
         self._written = 0  # bytes since then
         self._full = False  # the file system is
+        self._server_time = time.time() - time.monotonic()  # time of the file server, at 0 of the monotonic clock
 
     def check(self) -> None:
         """Raises Trouble if the directory is gone, as after an unmount: a write would create it."""
@@ -67,9 +68,11 @@ class SharedDirectory:
 
     def was_used(self, key: str, modified: float) -> None:
         """``modified``: the file's time before."""
-        if abs(time.time() - modified) > TOUCH_SECONDS:
+        if abs(self._server_time + time.monotonic() - modified) > TOUCH_SECONDS:
+            path = self._root / key
             with suppress(OSError):  # read-only, or another user's
-                os.utime(self._root / key)
+                os.utime(path)
+                self._server_time = path.stat().st_mtime - time.monotonic()
 
     def scan_if_due(self) -> tuple[int, int] | None:
         """Remove files if it is time to, and another store does not. Returns (bytes in blocks, files removed); None: it
