@@ -224,9 +224,9 @@ def test_disk_tier_block_without_parent_is_refused():
 def test_disk_tier_failed_write_backs_off_and_frees_positions(caplog):
     caplog.set_level("INFO")
     b = Bench()
-    answers = b.write(blocks_of(1, 2), answer=False)
-    b.tier_process.answer([True, False], error="no space left on the device")
-    assert answers == [[True, False]]
+    answers = b.write(blocks_of(1, 2, 3), answer=False)
+    b.tier_process.answer([True, False, False], error="no space left on the device")
+    assert answers == [[True, False, False]]
     failed = b.tier_process.sent[-1].moves[1].position
     assert b.tier.usable and not b.tier.writable and b.tier.counts().state == "read_only"
     assert b.tier.counts().reason == "no space left on the device"
@@ -241,6 +241,47 @@ def test_disk_tier_failed_write_backs_off_and_frees_positions(caplog):
     b.reactor.run(0.5)
     assert b.write(blocks_of(2, after=1)) == [[True]]
     assert caplog.text.count("read only for now") == 1 and caplog.text.count("writable again") == 1
+
+
+def test_disk_tier_position_that_cannot_be_written_is_not_used_again(caplog):
+    """Once the disk was full it was the only free one: each write had it, and writes stopped for a minute each time."""
+    b = Bench(pages=9)  # four places
+    answers = b.write(blocks_of(1, 2, 3, 4), answer=False)
+    bad = b.tier_process.answer([True, True, True, False], error="Input/output error").moves[3].position
+    assert answers == [[True, True, True, False]] and b.tier.writable
+    assert caplog.text.count("Input/output error") == 1
+    for n in range(5, 9):
+        assert b.write(blocks_of(n)) == [[True]], "in place of another block"
+        assert bad not in [move.position for move in b.tier_process.sent[-1].moves]
+    b.tier.clear(None)
+    assert b.write(blocks_of(1, 2, 3, 4)) == [[True, True, True, False]] and b.tier.writable
+    b.tier_process.back_off("hung")
+    b.tier_process.reap()
+    b.open()
+    assert b.write(blocks_of(1, 2, 3, 4)) == [[True] * 4], "by the next process it may be"
+
+
+def test_disk_tier_with_many_bad_positions_stops_writes():
+    b = Bench(pages=81)  # 40 places
+    for n in range(slot_map.MAX_BAD_POSITIONS):
+        assert b.tier.writable
+        b.write([*blocks_of(100 + n), *blocks_of(200 + n)], answer=False)
+        b.tier_process.answer([True, False], error="Input/output error")
+    assert b.tier.writable and b.tier.counts().used_bytes == 2 * 2 * PAGE * slot_map.MAX_BAD_POSITIONS
+    b.write([*blocks_of(300), *blocks_of(301)], answer=False)
+    b.tier_process.answer([True, False], error="Input/output error")
+    assert not b.tier.writable
+    assert b.tier.counts().used_bytes == 2 * PAGE * (2 * slot_map.MAX_BAD_POSITIONS + 1), "this one is freed"
+
+
+def test_disk_tier_failed_write_of_one_block_stops_writes_and_reserves_its_position():
+    b = Bench(pages=5)  # two places
+    b.write(blocks_of(1), answer=False)
+    bad = b.tier_process.answer([False], error="Input/output error").moves[0].position
+    assert not b.tier.writable
+    b.reactor.run(1.0)
+    assert b.write(blocks_of(1)) == [[True]] and b.tier_process.sent[-1].moves[0].position != bad
+    assert b.tier_process.sent[-1].gone == [bad], "the block may be there nevertheless"
 
 
 def test_disk_tier_knows_whose_its_blocks_are_also_after_a_restart():

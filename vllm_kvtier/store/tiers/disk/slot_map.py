@@ -13,6 +13,7 @@ from operator import attrgetter
 from vllm_kvtier.store.eviction.base import Policy
 from vllm_kvtier.store.index.block_entry import READY, BlockEntry, BlockName
 from vllm_kvtier.store.index.index import Index, IndexLimits
+from vllm_kvtier.store.index.removal_history import RemovalReason
 from vllm_kvtier.store.index.types import BadRequest, Found, IndexStats
 from vllm_kvtier.store.memory.slot_pool import SlotPool
 from vllm_kvtier.store.protocol import GroupShape
@@ -24,6 +25,7 @@ Shapes = tuple[int, Sequence[GroupShape]]  # tokens per hash block, groups
 LEASE_SECONDS = 3600.0  # a safeguard against missing releases; reads have leases without a deadline
 RESTORE_STEP = 2048  # blocks restored before other events are handled: some 10 ms
 MAX_LATER = 1 << 16  # removals remembered until the disk is open
+MAX_BAD_POSITIONS = 16  # kept out of use; a disk with more is failing
 RESTORE_PAGES = 1 << 16  # pages whose blocks are sorted at a time: to sort millions of blocks takes seconds
 
 
@@ -102,6 +104,7 @@ class SlotMap:
         self._known_namespaces: set[bytes] = set()  # whose shapes the tier process has
         self._committed: set[BlockEntry] = set()
         self.removed_meanwhile = False  # some blocks of the last write were removed during it
+        self.bad_positions = 0  # that could not be written and are not used again
         self._kept: list[m.Move] = []
         self._shapes: dict[bytes, Shapes] = {}  # of _kept
         self.later: list[Callable[[Index], Iterable[object]]] = []
@@ -248,19 +251,29 @@ class SlotMap:
 
     def end_write(self, moves: Sequence[m.Move], good: Sequence[bool], namespaces: Iterable[bytes]) -> list[bool]:
         """A Write was answered. Returns which blocks are stored. Blocks that were removed meanwhile, or failed (and may
-        be stored anyway), are freed. ``namespaces``: those that the tier process knows now."""
+        be stored anyway), are freed. A position that alone failed may be bad on the disk itself, and every later
+        write would get it if no other is free: it stays reserved, unlisted. ``namespaces``: those that the tier
+        process knows now."""
         self._committed = set()
         succeeded = [move.position for move, is_good in zip(moves, good, strict=True) if is_good]
-        failed = [move.position for move, is_good in zip(moves, good, strict=True) if not is_good]
+        failed = [move for move, is_good in zip(moves, good, strict=True) if not is_good]
         for client in self._clients.values():
             self._index.commit(client, succeeded)
-            self._index.abort(client, failed)
+        if len(failed) == 1 and self.bad_positions < MAX_BAD_POSITIONS:
+            self._abandon(failed.pop())
+            self.bad_positions += 1
+        for client in self._clients.values():
+            self._index.abort(client, [move.position for move in failed])
         committed = {entry.slot for entry in self._committed}
         self.removed_meanwhile = len(committed) < len(succeeded)
         kept = [is_good and move.position in committed for move, is_good in zip(moves, good, strict=True)]
         self._free(move for move, is_kept in zip(moves, kept, strict=True) if not is_kept)
         self._known_namespaces.update(namespaces)
         return kept
+
+    def _abandon(self, move: m.Move) -> None:
+        for client in self._clients.values():
+            self._index.abandon(client, (move.namespace_id, move.group, move.hash), RemovalReason.ABORTED)
 
     def free_removed(self, moves: Iterable[m.Move]) -> None:
         """Free the blocks of an unanswered Write, which may have been done, that were removed during it."""

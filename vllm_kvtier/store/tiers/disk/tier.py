@@ -206,9 +206,10 @@ class DiskTier(mv.ProcessTier):
             # The slot map of an earlier tier process is dropped already.
             if reply is not None and slot_map is self._slot_map:
                 self._gone.answered(any(good))
+                bad_before = slot_map.bad_positions
                 good = slot_map.end_write(moves, good, [each.namespace_id for each in namespaces] if all(good) else ())
                 self._drop(slot_map.removed_meanwhile)
-                self._check_writable(reply)
+                self._check_writable(reply, slot_map.bad_positions > bad_before)
             counts = self._counts
             counts.written_blocks += sum(good)
             counts.write_failures += len(good) - sum(good)
@@ -224,10 +225,12 @@ class DiskTier(mv.ProcessTier):
         write.done(kept)
         self._write_next()
 
-    def _check_writable(self, reply: m.Moved) -> None:
-        """Stop writes for a while after a failed one."""
+    def _check_writable(self, reply: m.Moved, new_bad: bool) -> None:
+        """Stop writes for a while after a failed one. ``new_bad``: the one position that failed is not used again."""
         if not reply.writable:
             self._reopen_later(reply.error or "no reason given")
+        elif new_bad and any(reply.good):
+            logger.warning("kvtier: disk tier: a block was not written (%s); its position is left out", reply.error)
         elif not all(reply.good):
             seconds, self._write_backoff = self._write_backoff, min(2 * self._write_backoff, WRITE_BACKOFF[1])
             self._stop_writes(reply.error or "no reason given", seconds, self._try_writes)
