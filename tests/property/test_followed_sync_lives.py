@@ -24,7 +24,7 @@ from vllm_kvtier.shapes.read_paths import ReadPath
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.worker.job_table import JobTable
 
-pytestmark = lives.pytestmark
+pytestmark = lives.synchronous_loads
 
 
 class FollowingRunner(Runner):

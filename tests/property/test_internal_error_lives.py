@@ -20,7 +20,7 @@ from test_exports import HASH_BLOCK_SIZE, one_export
 from test_store_lives import Life
 from test_sync_load_lives import Connector, make  # noqa: F401
 from test_sync_load_lives import Life as EngineLife
-from test_sync_load_lives import pytestmark as with_sync_loads
+from test_sync_load_lives import synchronous_loads as with_sync_loads
 
 import vllm_kvtier
 from vllm_kvtier import containment

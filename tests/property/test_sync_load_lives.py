@@ -36,13 +36,13 @@ from vllm_kvtier.scheduler.matching.request_lifecycle import State
 from vllm_kvtier.vllm_compat.connector_types import StepMetadata, WorkerReport
 from vllm_kvtier.vllm_compat.hooks.admission import Admission
 from vllm_kvtier.vllm_compat.hooks.block_pool import BlockPool
-from vllm_kvtier.vllm_compat.hooks.waiting_loop import WaitingLoop
+from vllm_kvtier.vllm_compat.hooks.waiting_loop import LoadedFirst, WaitingLoop
 from vllm_kvtier.vllm_compat.probe.features import granted
 from vllm_kvtier.vllm_compat.probe.row import Feature
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
-pytestmark = pytest.mark.skipif(not granted(Feature.SYNC_LOADS), reason="this vLLM's forward waits for no load")
+synchronous_loads = pytest.mark.skipif(not granted(Feature.SYNC_LOADS), reason="this vLLM's forward waits for no load")
 
 BLOCKS = 30
 WORDS = 50  # of the vocabulary
@@ -89,6 +89,10 @@ def truth(tokens, count):
             tokens.append(cells[-1] % WORDS)
         cells.append(fold(cells, tokens[i]))
     return cells, tokens
+
+
+def has_synchronous(step):
+    return getattr(step, "has_sync_kv_loads", False)  # from 0.29 on
 
 
 class Runner:
@@ -169,23 +173,27 @@ class Runner:
                 if spoils and rng.random() < 0.3:
                     self.cells[block] = ["garbage"] * HASH_BLOCK_SIZE
                     bad.add(block)
-        self.life.bad += bool(bad) and order.synchronous
+        self.life.bad += bool(bad) and order.synchronous is self.life.hurries
         return bad
 
 
 class Life:
-    def __init__(self, make, seed, contain=None, **options):
-        self.rng, contain = random.Random(seed), contain or Uncontained()
+    def __init__(self, make, seed, contain=None, hurries=True, **options):
+        """``hurries``: whether loads are synchronous where they can be."""
+        self.rng, contain, self.hurries = random.Random(seed), contain or Uncontained(), hurries
+        most = 100.0 if hurries else 0.0  # ms
         self.scheduler = scheduler = make(**options)
         self.ahead = 2 if options["asynchronous"] else 1
         self.pool = pool = BlockPool(scheduler.kv_cache_manager.block_pool)
         self.world = world = World(
-            ONE, make_hurry=lambda planner: SyncLoad(100.0, 60.0, pool, lambda: scheduler, scheduler.connector, planner)
+            ONE, make_hurry=lambda planner: SyncLoad(most, 60.0, pool, lambda: scheduler, scheduler.connector, planner)
         )
         world.planner.observe_load = world.planner.observe_handover = lambda *_: None
         self.half = half = KVTierConnectorScheduler.__new__(KVTierConnectorScheduler)
         half._engine = SimpleNamespace(paused_scheduler=None, waiting_loop=WaitingLoop(), admission=Admission())
-        half._engine.admission.install(scheduler)
+        loaded = LoadedFirst(contain)
+        loaded.install(scheduler)
+        half._engine.admission.install(scheduler, loaded.queue)
         half._info = SimpleNamespace(unsupported=None, groups=ONE, followed=lambda ids: ids)
         half._contain, half._passive = contain, False
         half._matcher, half._sync_load, half._pool = world.matcher, world.sync_load, pool
@@ -281,7 +289,7 @@ class Life:
         if self.taken:
             taken, self.taken = self.taken, []
             pool.free_blocks(taken)
-        elif self.half._sync_load.verification_pending and self.rng.random() < 0.5:
+        elif (self.half._sync_load.verification_pending or not self.hurries) and self.rng.random() < 0.5:
             self.taken = pool.get_new_blocks(pool.get_num_free_blocks())
 
     def step(self):
@@ -289,7 +297,8 @@ class Life:
         if len(self.flying) < self.ahead:
             step, output = self.schedule()
             self.flying.append((step, output))
-            if step.has_sync_kv_loads and self.rng.random() < 0.6:
+            trouble = 0.6 * has_synchronous(step) if self.hurries else 0.2 * bool(self.runner.loading)
+            if self.rng.random() < trouble:
                 self.rng.choice([self.squeeze, self.squeeze, self.reset, self.abort])()
             elif self.taken:
                 self.squeeze()
@@ -300,7 +309,7 @@ class Life:
         step = self.scheduler.schedule()
         work = step.kv_connector_metadata.work
         synchronous = [order for order in (*work.loads, *work.failed, *work.fetches) if order.synchronous]
-        assert bool(synchronous) == step.has_sync_kv_loads and len(synchronous) <= 1
+        assert bool(synchronous) == has_synchronous(step) and len(synchronous) <= self.hurries
         self.synchronous += len(synchronous)
         self.among += bool(synchronous) and len(step.num_scheduled_tokens) > 1
         self.preempted += len(step.preempted_req_ids or ())
@@ -339,6 +348,7 @@ class Life:
             for each in scheduler.requests.values()
         )
         running = not held and self.rng.random() < 0.7
+        running = running and not hasattr(next(iter(scheduler.requests.values()), None), "async_tokens_to_discard")
         self.in_flight += running and self.half._sync_load.verification_pending
         self.resets += scheduler.reset_prefix_cache(reset_running_requests=running)
 
@@ -380,15 +390,10 @@ def make(root):
     return scheduler
 
 
-@pytest.mark.parametrize("budget", [16, 1024])
-@pytest.mark.parametrize("priority", [False, True])
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_sync_load_never_returns_wrong_token_or_hangs(make, asynchronous, priority, budget):
-    """Whatever is preempted, aborted, reset and bad. ``budget``: tokens of a step; small: prompts go in several."""
-    names = ["synchronous", "among", "bad", "preempted", "resets"] + ["early", "in_flight"] * asynchronous
+def live(make, names, **options):
     total = dict.fromkeys(names, 0)
     for seed in range(30):
-        life = Life(make, seed, asynchronous=asynchronous, priority=priority, budget=budget)
+        life = Life(make, seed, **options)
         events = {life.new: 3, life.store_answers: 4, life.step: 12, life.abort: 0.3, life.reset: 0.6}
         for _ in range(250):
             life.rng.choices(list(events), list(events.values()))[0]()
@@ -396,6 +401,51 @@ def test_sync_load_never_returns_wrong_token_or_hangs(make, asynchronous, priori
         for name in total:
             total[name] += getattr(life, name)
     assert min(total.values()) > 0, total
+
+
+@synchronous_loads
+@pytest.mark.parametrize("budget", [16, 1024])
+@pytest.mark.parametrize("priority", [False, True])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_sync_load_never_returns_wrong_token_or_hangs(make, asynchronous, priority, budget):
+    """Whatever is preempted, aborted, reset and bad. ``budget``: tokens of a step; small: prompts go in several."""
+    names = ["synchronous", "among", "bad", "preempted", "resets"] + ["early", "in_flight"] * asynchronous
+    live(make, names, asynchronous=asynchronous, priority=priority, budget=budget)
+
+
+@pytest.mark.parametrize("budget", [16, 1024])
+@pytest.mark.parametrize("priority", [False, True])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_asynchronous_load_never_returns_wrong_token_or_hangs(make, asynchronous, priority, budget):
+    options = dict(asynchronous=asynchronous, priority=priority, budget=budget)
+    live(make, ["bad", "preempted", "resets"], hurries=False, **options)
+
+
+@pytest.mark.parametrize("priority", [False, True])
+def test_request_answered_late_does_not_block_those_loaded_meanwhile(make, priority):
+    """It needs the blocks that they hold, and stands before them in the queue."""
+    life = Life(make, 1, hurries=False, asynchronous=False, priority=priority, budget=1024)
+    ended = []
+    life.rng.random = lambda: 0.3 if ended else 0.9  # loads end when they may, and are good
+    first, *others = (life.add([n] * tokens, 3, stored=True) for n, tokens in ((1, 46), (2, 41), (3, 41)))
+
+    def step(count):
+        for _ in range(count):
+            life.flying.append(life.schedule())
+            life.output()
+
+    step(1)
+    late, *in_time = list(life.world.client.open)
+    for pending in in_time:
+        life.world.answer(pending)
+    step(1)
+    assert {order.request_id for order in life.runner.loading} == {request.request_id for request in others}
+    life.world.answer(late)
+    step(1)
+    assert life.pool.free_count() < len(first.block_hashes)
+    ended.append(True)
+    step(30)
+    assert not life.live
 
 
 def until_hurried(life, others=()):
@@ -417,6 +467,7 @@ def until_hurried(life, others=()):
     raise AssertionError("it was not synchronous")
 
 
+@synchronous_loads
 def test_reset_hides_blocks_until_verified(make):
     """One that fails because requests run, and one that takes their blocks: vLLM goes by the blocks' ids, and others
     may be given them before the verdict comes."""
@@ -432,6 +483,7 @@ def test_reset_hides_blocks_until_verified(make):
     life.end()
 
 
+@synchronous_loads
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_sync_load_late_verification_result_does_not_block_a_step(make, asynchronous):
     """As when the engine's processes were stopped for a while: what a step has scheduled is not taken out of it."""
@@ -445,6 +497,7 @@ def test_sync_load_late_verification_result_does_not_block_a_step(make, asynchro
     life.end()
 
 
+@synchronous_loads
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_sync_load_of_several_short_hits_waits_for_its_own(make, asynchronous):
     """Nobody is matched before a verdict: one after the other, each would take the steps of all before it."""

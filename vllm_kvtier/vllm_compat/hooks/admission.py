@@ -25,12 +25,13 @@ class Admission:
         self.queues: tuple[Any, ...] = ()  # that may have requests with blocks
         self._most: tuple[int | None, ...] = (None,)  # requests of each that are looked at
 
-    def install(self, scheduler: Any) -> None:
+    def install(self, scheduler: Any, loaded: Any = ()) -> None:
+        """``loaded``: as ``LoadedFirst.queue``."""
         self._scheduler = scheduler
         if hasattr(scheduler, "kv_holding_waiting"):
             self.queues = (scheduler.kv_holding_waiting,)
         elif hasattr(scheduler, "skipped_waiting"):
-            self.queues, self._most = (scheduler.skipped_waiting, scheduler.waiting), (MOST_SKIPPED, 1)
+            self.queues, self._most = (loaded, scheduler.skipped_waiting, scheduler.waiting), (None, MOST_SKIPPED, 1)
 
     def lacking_tokens(self) -> int:
         """The most tokens that a request with blocks lacks, and may have no blocks for, before vLLM schedules it."""

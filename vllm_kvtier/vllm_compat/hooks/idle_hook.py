@@ -18,7 +18,7 @@ from vllm_kvtier.logs import get_logger
 from vllm_kvtier.vllm_compat.hooks import rollback, step_pause
 from vllm_kvtier.vllm_compat.hooks.admission import Admission
 from vllm_kvtier.vllm_compat.hooks.scheduler_lock import SchedulerLock
-from vllm_kvtier.vllm_compat.hooks.waiting_loop import WaitingLoop
+from vllm_kvtier.vllm_compat.hooks.waiting_loop import LoadedFirst, WaitingLoop
 from vllm_kvtier.vllm_compat.probe.features import granted
 from vllm_kvtier.vllm_compat.probe.row import Feature
 
@@ -53,7 +53,7 @@ class EngineThread:
         self._on_idle, self._connector, self._on_scheduler = on_idle, connector, on_scheduler
         self._contain, self._sees_pauses = containment, granted(Feature.PAUSED)
         self.scheduler_lock, self.waiting_loop = SchedulerLock(containment), WaitingLoop()
-        self.admission = Admission()
+        self.loaded_first, self.admission = LoadedFirst(containment), Admission()
         self._install()
         step_pause.install()
 
@@ -111,8 +111,9 @@ class EngineThread:
                 self.scheduler_lock.install(scheduler)
             if granted(Feature.QUEUES):
                 self.waiting_loop.install(scheduler)
+                self.loaded_first.install(scheduler)
             if granted(Feature.ADMISSION):
-                self.admission.install(scheduler)
+                self.admission.install(scheduler, self.loaded_first.queue)
             self._on_scheduler(scheduler)
 
     def wake(self) -> None:

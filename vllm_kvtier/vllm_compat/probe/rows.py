@@ -287,9 +287,14 @@ ROWS: tuple[Row, ...] = (
         trial=trials.step_pause, tries="code",
     ),
     Row(
-        "loop over waiting requests", Feature.QUEUES, "it ends when as many requests run as may",
-        sets={_SCHEDULER: "running max_num_running_reqs"},
-        optional={f"{_SCHEDULER}.max_num_active_reqs": Absence(None, since=(0, 31, 0))},
+        "loop over waiting requests", Feature.QUEUES, "its end when as many requests run as may, and its queues",
+        names=("vllm.v1.core.sched.request_queue:create_request_queue",),
+        sets={_SCHEDULER: "running max_num_running_reqs waiting requests policy finished_recving_kv_req_ids"},
+        optional={
+            f"{_SCHEDULER}.max_num_active_reqs": Absence(None, since=(0, 31, 0)),
+            f"{_SCHEDULER}._select_waiting_queue_for_scheduling": Absence(None, until=(0, 31, 0)),
+            f"{_SCHEDULER}.skipped_waiting": Absence(None, until=(0, 31, 0)),
+        },
         trial=trials.waiting_loop, tried=(f"{_SCHEDULER}.schedule",), tries="code",
     ),
     Row(
