@@ -11,7 +11,7 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from vllm_kvtier.jobs.results import LoadResult
 from vllm_kvtier.scheduler.matching.request_lifecycle import Event
@@ -86,10 +86,12 @@ def test_paused_engine_steps_until_load_has_ended_and_is_reset(loading, outcome,
     assert computed in (0, PROMPT)
 
 
+@pytest.mark.parametrize("session", [False, True])
 @pytest.mark.parametrize("again", [False, True])
-def test_request_that_waits_with_loaded_blocks_is_reset_in_a_pause(loading, again):
+def test_request_that_waits_with_loaded_blocks_is_reset_in_a_pause(loading, again, session):
     """Its load has ended, and there are no blocks for what it computes. ``again``: other peers may have the rest."""
     core, request = loading
+    request.resumable = session
     scheduler, pool = core.scheduler, core.scheduler.kv_cache_manager.block_pool
     step(scheduler, finished_recving={"r"})
     others = pool.get_new_blocks(pool.get_num_free_blocks())
@@ -101,6 +103,20 @@ def test_request_that_waits_with_loaded_blocks_is_reset_in_a_pause(loading, agai
     assert not scheduler.has_requests() and scheduler.reset_prefix_cache(reset_running_requests=True)
     scheduler.set_pause_state(PauseState.UNPAUSED)
     assert step(scheduler) == PROMPT
+
+
+def test_blocks_that_a_session_has_computed_stay_in_a_pause(loading):
+    """Its workers may not get media again that end within them."""
+    core, request = loading
+    scheduler, request.resumable = core.scheduler, True
+    step(scheduler, finished_recving={"r"})
+    while step(scheduler):
+        pass
+    more = Request("r", [8] * BLOCK, request.sampling_params, None, resumable=True, block_hasher=request._block_hasher)
+    core.add_request(more)
+    scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    assert request.status is RequestStatus.WAITING and not scheduler.reset_prefix_cache()
+    assert request.num_computed_tokens == PROMPT and scheduler.kv_cache_manager.get_block_ids("r")[0]
 
 
 @pytest.mark.parametrize("bad", [False, True])

@@ -104,11 +104,11 @@ def is_paused(scheduler: Any) -> bool:
 
 def drop_load(scheduler: Any, request: Any) -> None:
     """Take back the blocks of a load that has ended, if no step has had its request since: when vLLM resets its prefix
-    cache, it takes back those of running requests only. A session may have computed them, with media that its workers
-    do not get again, see ``possible``. Between two steps."""
+    cache, it takes back those of running requests only. What a session has computed stays: there may be media that its
+    workers do not get again, see ``possible``. Between two steps."""
     if request.request_id in scheduler.finished_recving_kv_req_ids:
         scheduler.failed_recving_kv_req_ids.add(request.request_id)  # as of a load that brought nothing
-    elif request.resumable or request.status not in _READY or not request.num_computed_tokens:
+    elif request.status not in _READY or request not in scheduler._inflight_prefills:
         return
     scheduler.kv_cache_manager.free(request)
     scheduler._inflight_prefills.discard(request)  # as ``admission`` says
