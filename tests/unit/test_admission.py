@@ -158,6 +158,17 @@ def test_retained_blocks_give_way_to_request_that_another_connector_loaded(half,
     assert not half.asked and "loads" not in scheduler.requests and not half._exports.counts()["exports"]
 
 
+def test_retained_blocks_give_way_to_private_request(half, monkeypatch):
+    """One whose LoRA adapter is not identified, or a session up to vLLM 0.31. It waited for ``retain_seconds``, and all
+    requests behind it."""
+    monkeypatch.setattr(half._provenance, "admit", lambda *_: False)
+    export(half, 10)
+    half.core.add_request(ask("private", 30 * BLOCK + 3, 500))
+    half.core.add_request(ask("behind", 9, 600))
+    step(half.core.scheduler)
+    assert not half.core.scheduler.requests and not half._exports.counts()["exports"]
+
+
 def test_watermark_keeps_nothing_for_the_only_request(half):
     scheduler = half.core.scheduler
     scheduler.kv_cache_manager.watermark_blocks = WATERMARK

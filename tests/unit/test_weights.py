@@ -136,7 +136,7 @@ class Running:
         pool = BlockPool(self.pool)
         half._config, half._pool, half._matcher = KVTierConfig(**options), pool, self.world.matcher
         half._provenance = Provenance(pool, prefix_caching, encoder)
-        half._info = SimpleNamespace(unsupported=None)
+        half._info = SimpleNamespace(unsupported=None, groups=self.world.load.engine.geometry.groups)
         half._questions, half._geometry = SimpleNamespace(waiting=[]), self.world.load.engine.geometry
         half._run_jobs, half._identity = lambda: None, bare_identity(namespace=object())
         half._pool = SimpleNamespace(free_count=lambda: 99)

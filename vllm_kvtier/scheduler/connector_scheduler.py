@@ -86,8 +86,7 @@ class KVTierConnectorScheduler(SchedulerParts):
                     self._engine.waiting_loop.skipped()
                 return None, False
             self._matcher.release_all(request)
-            return 0, False
-        tokens, asynchronous = self._matcher.match(request, computed)
+        tokens, asynchronous = self._matcher.match(request, computed) if admitted else (0, False)
         if tokens is None:
             if not vr.admitted_unanswered(request):
                 state = self._matcher.get(request.request_id)
