@@ -169,6 +169,42 @@ def test_retained_blocks_give_way_to_private_request(half, monkeypatch):
     assert not half.core.scheduler.requests and not half._exports.counts()["exports"]
 
 
+def test_retained_blocks_give_way_to_load_beside_which_vllm_wants_some_for_drafts(half, monkeypatch):
+    """Exports kept those, and the queue, for ``retain_seconds``."""
+    scheduler, method = half.core.scheduler, (0, 31, 0) <= release() < (0, 32, 0)
+    monkeypatch.setattr(scheduler, "_spec_decode_step_blocks", (lambda: 9) if method else 9, raising=False)
+    export(half, 20)
+    half.loads["r"] = 15 * BLOCK
+    half.core.add_request(ask("r", 15 * BLOCK + 5, 500))
+    step(scheduler)
+    step(scheduler)
+    assert len(scheduler.kv_cache_manager.get_block_ids("r")[0]) == 15
+    assert half._exports.counts()["exports"] == (release() < (0, 31, 0))
+
+
+@pytest.mark.parametrize("others, kept", [(["second"], 18), (["second", "third"], 0)])
+def test_load_that_is_offered_again_waits_behind_those_that_have_their_blocks(half, others, kept):
+    """A load fails in the step in which others end. It is offered again at once, from elsewhere, and vLLM does not
+    admit it while it keeps the rest of the others' blocks free: each waited for the other. ``kept``: blocks of an
+    export."""
+    scheduler, half.loads = half.core.scheduler, {"first": 2 * BLOCK, **dict.fromkeys(others, 5 * BLOCK)}
+    half.core.add_request(ask("first", 3 * BLOCK, 500))
+    for i, name in enumerate(others):
+        half.core.add_request(ask(name, 20 * BLOCK, 501 + i))
+    step(scheduler)
+    if kept:
+        export(half, kept)
+    [blocks] = scheduler.kv_cache_manager.get_block_ids("first")
+    results = [LoadResult("first", {blocks[0]}, "gone", 2, 0.1, 0.0)]
+    results += [LoadResult(name, set(), "", 2, 0.1, 0.0) for name in others]
+    step(scheduler, finished_recving=set(half.loads), invalid_block_ids={blocks[0]},
+         kv_connector_worker_meta=WorkerReport(results))  # fmt: skip
+    half.core.add_request(ask("behind", 9, 600))
+    for _ in range(5):
+        step(scheduler)
+    assert list(scheduler.requests) == ["first"] and len(scheduler.kv_cache_manager.get_block_ids("first")[0]) == 2
+
+
 def test_watermark_keeps_nothing_for_the_only_request(half):
     scheduler = half.core.scheduler
     scheduler.kv_cache_manager.watermark_blocks = WATERMARK

@@ -97,8 +97,12 @@ class KVTierConnectorScheduler(SchedulerParts):
             again, self._answered = self._answered == request.request_id, request.request_id
             needed = self._geometry.taken_blocks(request.num_tokens - (0 if again else computed))
             needed += again * len(self._info.groups) + kept_free
+            if again and asynchronous:
+                needed += self._engine.admission.reserved_blocks()
             if needed > self._pool.free_count():
                 self._free_blocks(needed)
+                if needed > self._pool.free_count() and self._engine.admission.is_before_loaded(request):
+                    return None, False
         return tokens, asynchronous
 
     def longest_local_hit(self, request: Any) -> int:

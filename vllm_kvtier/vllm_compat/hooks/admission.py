@@ -52,6 +52,17 @@ class Admission:
         blocks = getattr(self._scheduler, "_spec_decode_step_blocks", 0)
         return blocks() if callable(blocks) else blocks  # a method in 0.31
 
+    def reserved_blocks(self) -> int:
+        """Blocks that vLLM wants free beside those of an asynchronous load: for its request's drafts, and for the rest
+        of all prefills under way."""
+        scheduler = self._scheduler
+        return scheduler._inflight_prefill_reserved_blocks() + self.draft_blocks() if scheduler is not None else 0
+
+    def is_before_loaded(self, request: Any) -> bool:
+        """Whether this request, which vLLM asks for, stands before those with blocks, and may wait for these: its own
+        load failed. Without an answer it is put behind them. Up to 0.30 ``LoadedFirst`` does so in the next step."""
+        return request in getattr(self._scheduler, "kv_holding_waiting", ())
+
     def asked_for(self, request: Any) -> int:
         """As ``kept_free``, when vLLM asks the connector for this request. It has no blocks then, and none are to be
         kept free for the rest of its prefill."""

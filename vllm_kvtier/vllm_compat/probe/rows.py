@@ -305,6 +305,7 @@ ROWS: tuple[Row, ...] = (
             f"{_SCHEDULER}.skipped_waiting": Absence(None, until=(0, 31, 0)),
             f"{_SCHEDULER}._spec_decode_step_blocks": Absence(0, since=(0, 31, 0)),
         },
+        calls=((f"{_SCHEDULER}._inflight_prefill_reserved_blocks", 1, ()),),
     ),
     Row(
         "paused engine", Feature.PAUSED, "whether it is, and whose loads have ended",
