@@ -85,6 +85,7 @@ def surroundings(monkeypatch, server):
         if name.startswith(("AWS_", "GOOGLE_", "AZURE_")) or "proxy" in name.lower():
             monkeypatch.delenv(name)
     server.seen.clear()
+    server.reply = 200, {}, b""
     # The tests are about the message in the end, not about how often it is tried.
     monkeypatch.setattr(object_client, "MAX_RETRIES", 0)
     monkeypatch.setenv("HOME", "/nonexistent")
