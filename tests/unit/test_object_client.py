@@ -138,6 +138,8 @@ def trouble_of(call) -> Trouble:
         (429, "TooMany", Kind.THROTTLED, "fewer requests"),
         (507, "XMinioStorageFull", Kind.FULL, "full"),
         (507, KEY_ID + " <b>", Kind.FULL, "it is full (no code, HTTP 507)"),
+        (400, "RequestTimeout", Kind.PASSING, "no data in time"),
+        (408, "Unheard", Kind.PASSING, "it fails"),
         (418, "Teapot", Kind.FAILED, "refuses"),
     ],
 )
@@ -152,6 +154,39 @@ def test_object_store_errors_are_translated(server, url, status, code, kind, wor
     if kind is Kind.ABSENT:  # what is missing must be the bucket
         kind, words = Kind.FAILED, "there is no such bucket"
     assert trouble.kind is kind and words in str(trouble)
+
+
+@pytest.mark.parametrize("name", ["llm-meta-data/kv", "oauth2-cache/kv", "bucket/kv-meta-data", "sts.example/login"])
+@pytest.mark.parametrize("scheme", ["s3", "gs"])
+def test_names_with_words_of_credential_services_are_no_requests_for_credentials(server, scheme, name):
+    client = client_of(f"{scheme}://{name}", server.endpoint)
+    server.error(404, "NoSuchKey")
+    assert client.size(f"{client.location.prefix}/oauth2/token") is None
+    assert trouble_of(lambda: client.read(f"{client.location.prefix}/meta-data/k", 9)).kind is Kind.ABSENT
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://169.254.169.254/latest/meta-data/iam/security-credentials/",
+        "http://[fd00:ec2::254]/latest/api/token",
+        "http://localhost:1338/latest/api/token",
+        "https://sts.eu-west-1.amazonaws.com/?Action=AssumeRoleWithWebIdentity",
+        "https://oauth2.googleapis.com/token",
+        "http://metadata.google.internal/computeMetadata/v1/instance/service-accounts/default/token",
+        "https://login.microsoftonline.com/tenant/oauth2/v2.0/token",
+        "http://169.254.169.254/metadata/identity/oauth2/token",
+    ],
+)
+def test_requests_for_credentials_are_known_by_their_urls(url):
+    error = Exception(f"Generic S3 error: Error performing PUT {url} in 2s, after 0 retries - status code: 404")
+    assert explain(error, parse_url("s3://bucket/x")).kind is Kind.DENIED
+
+
+def test_write_that_conflicts_with_another_one_has_failed(server, client):
+    server.error(409, "OperationAborted")
+    assert trouble_of(lambda: client.put("k", memoryview(b"x"))).kind is Kind.PASSING
+    assert not client.put("k", memoryview(b"x"), create=True)
 
 
 def test_missing_object_without_list_permission_is_absent(server, client):

@@ -107,6 +107,8 @@ class ObjectClient:
             try:
                 obstore.put(self._writer, key, data, mode=mode, use_multipart=parts, chunk_size=PART_BYTES)
             except AlreadyExistsError:
+                if mode != "create":  # a conflict with another write
+                    raise
                 return False
             return True
 

@@ -20,6 +20,7 @@ _CODES = {  # of S3, Google and Azure
     "AuthorizationFailure": (Kind.DENIED, "the account's key is wrong, or this network may not use the account"),
     "ExpiredToken": (Kind.DENIED, "the credentials have expired"),
     "InvalidToken": (Kind.DENIED, "the session token is not valid"),
+    "RequestTimeout": (Kind.PASSING, "no data in time"),
     "RequestTimeTooSkewed": (Kind.FAILED, "this machine's clock is wrong"),
     "QuotaExceeded": (Kind.FULL, "its quota is used up"),
     "XMinioStorageFull": (Kind.FULL, "it is full"),
@@ -36,7 +37,12 @@ _ERRNOS = {
 _CODE = re.compile(r"<Code>([A-Za-z0-9.]{1,64})</Code>")
 _STATUS = re.compile(r"(?:status code: |\(code: )(\d{3})\b")
 _ERRNO = re.compile(r"\(os error (\d+)\)")
-_FOR_CREDENTIALS = re.compile(r"token request|performing \w+ \S*(latest/api/token|meta-data|//sts\.|oauth2|//login\.)")
+# By host, or the beginning of the path: buckets and prefixes may have any of these words in their names.
+_FOR_CREDENTIALS = re.compile(
+    r"token request|performing \w+ \S*?//(?:169\.254\.|\[fd00:ec2|metadata\.google\.|sts\.\S*?amazonaws\.|"
+    r"(?:oauth2|sts|iamcredentials)\.googleapis\.|login\.microsoftonline\.|[^/\s]+/(?:latest/(?:api/token|meta-data)|"
+    r"computeMetadata/|metadata/identity/|[^/\s]+/oauth2/v2\.0/token))"
+)
 
 
 def explain(error: Exception, location: ObjectLocation) -> Trouble:
@@ -86,7 +92,7 @@ def _answered(location: ObjectLocation, code: str, status: int) -> Trouble:
         kind, words = Kind.FULL, "it is full"
     elif status in (429, 503):  # also without a code: the answer to HEAD has no body
         kind, words = Kind.THROTTLED, "it asks for fewer requests"
-    elif status >= 500:
+    elif status in (408, 409) or status >= 500:  # 409: a conflict with another write
         kind, words = Kind.PASSING, "it fails"
     else:
         kind, words = Kind.FAILED, "it refuses a request"
