@@ -107,13 +107,13 @@ def configuration(folder: Path, name: str = "config.json") -> dict[str, Any]:
     return {key: value for key, value in config.items() if key not in IGNORED}
 
 
-def of_files(model: str, revision: str | None = None) -> str | None:
+def of_files(model: str, revision: str | None = None, download_dir: str | None = None) -> str | None:
     """32 hexadecimal digits: a digest of config.json and of the weight files (``file_digests``). None without them.
 
     Names the records of ``kvtier quality``. It is not the engine's namespace, which also depends on the command line.
     Quantization at load time keeps the fingerprint, because it hardly changes a codec's cost.
     """
-    folder = model_folder(model, revision)
+    folder = model_folder(model, revision, download_dir)
     if folder is None:
         return None
     weights = weight_files(folder)

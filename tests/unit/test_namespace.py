@@ -537,6 +537,33 @@ def test_model_fingerprint_depends_on_drafts_that_keep_kv(folder, tmp_path, meth
     assert (fingerprint() == before) == (method in ("ngram", "own layers"))
 
 
+def test_model_fingerprint_depends_on_draft_in_the_download_dir(folder, tmp_path, monkeypatch):
+    """As it does on the model's own files there; without files, on the revision."""
+    draft = tmp_path / "draft"
+    draft.mkdir()
+    (draft / "config.json").write_text("{}")
+    folders = {"elsewhere": str(draft)}
+
+    def snapshot(name, revision, cache_dir, local_files_only):
+        if cache_dir not in folders:
+            raise FileNotFoundError(name)
+        return folders[cache_dir]
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    found = set()
+    for weights, revision in ((b"1" * 1000, None), (b"2" * 1000, None), (None, "a"), (None, "b")):
+        config = model(folder)
+        config.load_config.download_dir = "elsewhere"
+        of = SimpleNamespace(model="org/draft", revision=revision)
+        config.speculative_config = SimpleNamespace(method="eagle", draft_model_config=of, use_eagle=lambda: True)
+        if weights:
+            (draft / "model.safetensors").write_bytes(weights)
+        else:
+            folders.clear()
+        found.add(ns.model_fingerprint(config))
+    assert len(found) == 4
+
+
 def test_model_fingerprint_depends_on_trusted_remote_code(folder):
     (folder / "modeling.py").write_text("a = 1")
     trusted, before = (ns.model_fingerprint(model(folder, trust_remote_code=trust)) for trust in (True, False))

@@ -278,7 +278,8 @@ def model_fingerprint(vllm_config: Any) -> str:
     if files:
         digest.update(weights.digest())
         if (draft := _draft_model(vllm_config)) is not None:  # its KV is stored and moved with the target's
-            digest.update(f"|draft {of_files(draft.model, draft.revision) or draft.model}".encode())
+            found = of_files(draft.model, draft.revision, load.download_dir) or f"{draft.model} {draft.revision}"
+            digest.update(f"|draft {found}".encode())
         name = digest.hexdigest()
     else:
         name = _own_name()
