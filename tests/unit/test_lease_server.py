@@ -126,22 +126,22 @@ def test_lease_is_renewed_by_heartbeats(make, options, follows):
     assert source.serving == [True]
 
 
-@pytest.mark.parametrize("end, options", [("scheduled", {"handoff_seconds": 1.0}), ("aborted", {})])
+@pytest.mark.parametrize("end, options", [("scheduled", {"handoff_seconds": 2.0}), ("aborted", {})])
 def test_export_outlives_handoff_seconds_while_its_request_is_queued(make, end, options):
     """With more requests than the decode engine takes at a time. It computed their prompts itself, after 30 s in its
     queue, which became longer for it. The time is the prefill engine's: its own may be longer, and another's was kept
     before."""
-    source, asker = make(Source, handoff_seconds=1.0), make(Asker, **options)
-    source.table.add(export(seconds=1.0))
+    source, asker = make(Source, handoff_seconds=2.0), make(Asker, **options)
+    source.table.add(export(seconds=2.0))
     source.endpoint.changed()
     matcher = make_matcher(load_context([(HASH_BLOCK_SIZE, None)], HASH_BLOCK_SIZE, asker.peers))
     params = {"do_remote_prefill": True, "remote_request_id": "kvtier/e"}
     params |= {"remote_host": source.address[0], "remote_port": source.address[1]}
-    for request_id, seconds in (("q", 30.0), ("r", 1.0)):
+    for request_id, seconds in (("q", 30.0), ("r", 2.0)):
         params |= {"kvtier": {"export": {"q": "other", "r": "e"}[request_id], "expires_in": seconds}}
         request = make_request(request_id, list(range(40)), HASH_BLOCK_SIZE, dict(params))
         matcher.keep_export(request)
-    until = time.monotonic() + 2.5
+    until = time.monotonic() + 4.5
     eventually(lambda: time.monotonic() > until)
     offer = asker.answer(source.address, export="e", digest=b"digest")
     assert isinstance(offer, LeasedBlocks)
