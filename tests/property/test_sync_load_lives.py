@@ -44,6 +44,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
 synchronous_loads = pytest.mark.skipif(not granted(Feature.SYNC_LOADS), reason="this vLLM's forward waits for no load")
 
+LOADED_FIRST = hasattr(Scheduler, "_select_waiting_queue_for_scheduling")  # up to 0.30
 BLOCKS = 30
 WORDS = 50  # of the vocabulary
 
@@ -446,6 +447,50 @@ def test_request_answered_late_does_not_block_those_loaded_meanwhile(make, prior
     ended.append(True)
     step(30)
     assert not life.live
+
+
+@pytest.mark.skipif(LOADED_FIRST, reason="vLLM's own order of requests stops there")
+@pytest.mark.parametrize("priority", [False, True])
+def test_loaded_request_that_lacks_blocks_lets_sessions_go_on(make, priority):
+    """They hold these blocks. From 0.31 on it stands before them, as it was loaded."""
+    life = Life(make, 1, hurries=False, asynchronous=False, priority=priority, budget=1024)
+    scheduler, ended = life.scheduler, []
+    life.rng.random = lambda: 0.3 if ended else 0.9  # loads end when they may, and are good
+
+    def turn(tokens, count):
+        params = SamplingParams(max_tokens=count, ignore_eos=True, temperature=0.0)
+        params.update_from_generation_config({}, 1)
+        hasher = get_request_block_hasher(HASH_BLOCK_SIZE, sha256)
+        scheduler.add_request(Request("session", tokens, params, None, block_hasher=hasher, resumable=True))
+
+    def steps(count):
+        total = 0
+        for _ in range(count):
+            for pending in list(life.world.client.open):
+                life.world.answer(pending)
+            step = scheduler.schedule()
+            total += step.total_num_scheduled_tokens
+            scheduler.update_from_output(step, life.runner.run(step))
+        return total
+
+    turn([1] * 16, 8)
+    steps(12)
+    request = life.add([2] * 80, 2, stored=False)
+    life.world.store(request, 8)
+    life.content.update({life.world.stored[0, life.world.hash(request, 0, i)]: [0] * HASH_BLOCK_SIZE for i in (0, 1)})
+    steps(3)
+    assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    turn([3] * 4, 30)
+    steps(40)
+    ended.append(True)
+    steps(5)
+    assert request.num_computed_tokens and request.status is RequestStatus.WAITING
+    turn([4] * 2, 3)
+    short = life.add([9] * 3, 2)
+    assert steps(60) >= 7 and short.is_finished()
+    scheduler.finish_requests("session", RequestStatus.FINISHED_ABORTED)
+    steps(60)
+    assert request.is_finished() and life.pool.free_count() == BLOCKS - 1
 
 
 def until_hurried(life, others=()):

@@ -63,7 +63,7 @@ ROOTS = {
     },
     "vllm_compat/adapters.py": {"lora": LORA},
     "vllm_compat/layout/cpu_page_layout.py": {},
-    "vllm_compat/hooks/admission.py": {"scheduler": SCHEDULER, "self._scheduler": SCHEDULER},
+    "vllm_compat/hooks/admission.py": {"scheduler": SCHEDULER, "self.scheduler": SCHEDULER},
     "vllm_compat/hooks/block_pool.py": {"pool": POOL, "self._pool": POOL, "block": BLOCK, "found": BLOCK},
     "vllm_compat/hooks/local_hits.py": {"manager": MANAGER, "request": NONE},
     "vllm_compat/hooks/mm_embeddings.py": {"config": VLLM, "vllm_config": VLLM},

@@ -87,7 +87,7 @@ class OldScheduler:
     """vLLM 0.30's queues: its loop ends at the first request that it has no blocks for."""
 
     def __init__(self, policy, *waiting, free=2):
-        self.policy, self.free, self.running = policy, free, []
+        self.policy, self.free, self.running, self.max_num_running_reqs = policy, free, [], 8
         self.waiting, self.skipped_waiting = create_request_queue(policy), create_request_queue(policy)
         self.requests, self.finished_recving_kv_req_ids = {r.request_id: r for r in waiting}, set()
         for request in waiting:

@@ -35,12 +35,16 @@ logger = get_logger(__name__)
 RESET_WAIT_SECONDS = 1.0
 # Between two reports of what was counted: vLLM sends each to another process, and metrics are not scraped more often.
 REPORT_SECONDS = 1.0
+# Empty steps after which a loaded request that vLLM has no blocks for gives its own back. Frees that vLLM defers to the
+# end of a step take two.
+MAX_STUCK_STEPS = 8
 IDLE_EVENT_BATCHES = 4  # batches of KV events that an idle engine publishes in one go
 
 
 class KVTierConnectorScheduler(SchedulerParts):
     _report_at = 0.0  # when vLLM next gets what was counted
     _passive = False  # too much of our code failed
+    _stuck_steps = 0  # in a row, that were empty because the first loaded request lacks blocks
     _only_connector = True  # of this engine: it has no MultiConnector
     _answered = ""  # the request that vLLM was last given an answer to, until it has blocks
 
@@ -186,6 +190,15 @@ class KVTierConnectorScheduler(SchedulerParts):
         exporter = self._exporter
         return StepWork(exporter.step, idle=idle, urgent=exporter.urgent, generation=self._clearing.generation)
 
+    def _drop_first_load(self) -> None:
+        """Nothing runs, and vLLM goes no further than the first request with blocks, which lacks more than are free. If
+        it was only loaded so far, those behind it go on without it: sessions, which hold what it lacks."""
+        scheduler, first = self._engine.admission.scheduler, self._engine.admission.first_with_blocks()
+        if first is None or scheduler is None or scheduler.running or self._engine.paused_scheduler is not None:
+            return
+        if State.LOADING not in self._matcher.states():
+            rollback.drop_load(scheduler, first)
+
     def _follow(self, output: Any, synchronous: bool) -> list[ChecksumJob]:
         """Follow the blocks that the step's requests fill: checksums to compute, blocks to store."""
         needed = RESERVE_PER_REQUEST * len(output.num_scheduled_tokens) * len(self._info.groups)
@@ -196,6 +209,10 @@ class KVTierConnectorScheduler(SchedulerParts):
             needed += self._geometry.taken_blocks(lacking) + len(self._info.groups) + admission.kept_free()
         if short or (lacking and needed > self._pool.free_count()):
             self._free_blocks(needed)
+        stuck = lacking and needed > self._pool.free_count() and not output.total_num_scheduled_tokens
+        self._stuck_steps = self._stuck_steps + 1 if stuck else 0
+        if self._stuck_steps >= MAX_STUCK_STEPS:
+            self._contain.attempt("dropping a load", self._drop_first_load)
         if short is not self._tables.each_block:
             self._tables.look_at_each_block(short)
         # Another connector's load, whose output comes with the step's. vLLM names it from 0.29 on.

@@ -17,17 +17,18 @@ from vllm.v1.request import RequestStatus
 # Up to 0.30 vLLM has no queue of requests with blocks alone. In a step it goes through about so many of those that it
 # has skipped (see ``WaitingLoop``), and then through the others; that which it has no blocks for stays the first.
 MOST_SKIPPED = 256
+READY = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 
 class Admission:
     def __init__(self) -> None:
-        self._scheduler: Any = None
+        self.scheduler: Any = None
         self.queues: tuple[Any, ...] = ()  # that may have requests with blocks
         self._most: tuple[int | None, ...] = (None,)  # requests of each that are looked at
 
     def install(self, scheduler: Any, loaded: Any = ()) -> None:
         """``loaded``: as ``LoadedFirst.queue``."""
-        self._scheduler = scheduler
+        self.scheduler = scheduler
         if hasattr(scheduler, "kv_holding_waiting"):
             self.queues = (scheduler.kv_holding_waiting,)
         elif hasattr(scheduler, "skipped_waiting"):
@@ -35,38 +36,44 @@ class Admission:
 
     def lacking_tokens(self) -> int:
         """The most tokens that a request with blocks lacks, and may have no blocks for, before vLLM schedules it."""
-        lacking, ready = 0, (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+        lacking = 0
         for queue, most in zip(self.queues, self._most, strict=True):
             for request in islice(queue, most):
-                if request.num_computed_tokens and request.status in ready:
+                if request.num_computed_tokens and request.status in READY:
                     lacking = max(lacking, request.num_tokens - request.num_computed_tokens)
         return lacking
 
+    def first_with_blocks(self) -> Any | None:
+        """The request that vLLM schedules before all others that wait; None: none of these is ready."""
+        first = next(iter(self.queues[0]), None) if self.queues else None
+        ready = first is not None and first.num_computed_tokens and first.status in READY
+        return first if ready else None
+
     def kept_free(self) -> int:
         """Blocks that stay free when vLLM admits or resumes a request now."""
-        scheduler = self._scheduler
+        scheduler = self.scheduler
         return scheduler.kv_cache_manager.watermark_blocks if scheduler is not None and scheduler.running else 0
 
     def draft_blocks(self) -> int:
         """Blocks that vLLM wants free beside those of an asynchronous load, for its request's drafts."""
-        blocks = getattr(self._scheduler, "_spec_decode_step_blocks", 0)
+        blocks = getattr(self.scheduler, "_spec_decode_step_blocks", 0)
         return blocks() if callable(blocks) else blocks  # a method in 0.31
 
     def reserved_blocks(self) -> int:
         """Blocks that vLLM wants free beside those of an asynchronous load: for its request's drafts, and for the rest
         of all prefills under way."""
-        scheduler = self._scheduler
+        scheduler = self.scheduler
         return scheduler._inflight_prefill_reserved_blocks() + self.draft_blocks() if scheduler is not None else 0
 
     def is_before_loaded(self, request: Any) -> bool:
         """Whether this request, which vLLM asks for, stands before those with blocks, and may wait for these: its own
         load failed. Without an answer it is put behind them. Up to 0.30 ``LoadedFirst`` does so in the next step."""
-        return request in getattr(self._scheduler, "kv_holding_waiting", ())
+        return request in getattr(self.scheduler, "kv_holding_waiting", ())
 
     def asked_for(self, request: Any) -> int:
         """As ``kept_free``, when vLLM asks the connector for this request. It has no blocks then, and none are to be
         kept free for the rest of its prefill."""
-        scheduler = self._scheduler
+        scheduler = self.scheduler
         if scheduler is None:
             return 0
         scheduler._inflight_prefills.discard(request)

@@ -12,16 +12,15 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from vllm.v1.core.sched.request_queue import create_request_queue
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_kvtier.containment import Containment
+from vllm_kvtier.vllm_compat.hooks.admission import READY
 
 # About 5 ms of a step. Requests behind wait a step longer; none of those before them waits without a time limit.
 MAX_SKIPPED = 256
 # What a request counts that was looked up in this step: sending a lookup and receiving the answer take about 0.3 ms.
 LOOKED_UP = 8
-READY = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 
 class WaitingLoop:
@@ -75,6 +74,8 @@ class LoadedFirst:
         """Outside of ``schedule``. Idempotent."""
         if scheduler is self._scheduler or not hasattr(scheduler, "_select_waiting_queue_for_scheduling"):
             return
+        from vllm.v1.core.sched.request_queue import create_request_queue
+
         self._scheduler, self.queue = scheduler, create_request_queue(scheduler.policy)
         select, schedule = scheduler._select_waiting_queue_for_scheduling, scheduler.schedule
 
@@ -100,6 +101,8 @@ class LoadedFirst:
         queues = scheduler.skipped_waiting, scheduler.waiting
         if len(loaded) == sum(map(len, queues)):
             return  # none stands before them; and vLLM's loop ends when both queues are empty
+        if len(scheduler.running) >= scheduler.max_num_running_reqs:
+            return  # none is scheduled
         for queue in queues:
             queue.remove_requests(loaded)
         for request in loaded:

@@ -299,7 +299,10 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "admission of requests", Feature.ADMISSION, "the blocks that stay free, and the requests that lack some",
-        sets={_SCHEDULER: "running kv_cache_manager _inflight_prefills waiting", _MANAGER: "watermark_blocks"},
+        sets={
+            _SCHEDULER: "running kv_cache_manager _inflight_prefills waiting failed_recving_kv_req_ids",
+            _MANAGER: "watermark_blocks",
+        },
         optional={
             f"{_SCHEDULER}.kv_holding_waiting": Absence(None, since=(0, 31, 0)),
             f"{_SCHEDULER}.skipped_waiting": Absence(None, until=(0, 31, 0)),
