@@ -115,3 +115,16 @@ def test_offloader_reserves_output_soon_when_blocks_are_scarce(scarce):
         engine.fake.take(block)
     steps(soon + HASH_BLOCK_SIZE + 1)
     assert len(engine.tier.asked) == (2 if scarce else 1)
+
+
+@pytest.mark.parametrize("scarce", [False, True])
+def test_offloader_reserves_prompt_at_once_when_blocks_are_scarce(scarce):
+    """A short answer ends within the few steps, and the next request gets the blocks before they are copied."""
+    engine = Engine(GROUPS["full"], 1, 0, step_tokens=1 << 20)  # a step takes any block that is free
+    for block in engine.fake.free_ids()[BLOCKS // 5 if scarce else BLOCKS // 2 :]:
+        engine.fake.take(block)
+    engine.new_request([i % 7 for i in range(6 * HASH_BLOCK_SIZE)], 6 * HASH_BLOCK_SIZE)
+    for _ in range(offloader.RESERVE_AFTER_STEPS[0] - 1):
+        engine.step(every=1.1)
+        engine.reactor.run()
+    assert bool(engine.tier.asked) is scarce

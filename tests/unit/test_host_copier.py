@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm_kvtier.kernels import page_copy_reference
 
+from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.wire.geometry import GroupView, Region
 from vllm_kvtier.wire.slots import PAGE, PIECE_BYTES, layout_digest, part_layout, slot_layout
 from vllm_kvtier.worker.cache_view import CacheView
@@ -153,6 +154,14 @@ def test_host_copier_reaches_the_last_slot_of_each_group():
         assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
         with pytest.raises(ValueError, match="outside"):
             copier.store(group, blocks, keys, slots + 1)
+
+
+def test_host_copier_memory_smaller_than_a_block_is_refused_in_words():
+    view = make_view(layers=4, cells=64, inner=64)
+    layout = part_layout(view.groups[0])
+    _, handle = make_pool(slot_layout([layout]).pages - 1)
+    with pytest.raises(KVTierError, match="store_size"):
+        make_copier(view, handle, [layout], [0])
 
 
 def test_host_copier_wrong_key_marks_block_bad():

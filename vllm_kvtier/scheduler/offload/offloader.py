@@ -50,7 +50,7 @@ from vllm_kvtier.wire import link as m
 # Blocks are reserved together: every thread that handles a message takes the interpreter from the engine's. A long
 # prompt reserves at once, so that its copy begins behind its forward; short ones and ended requests a few steps later,
 # because other requests may begin with them, but behind the steps of prompts that came together; generated blocks in
-# large lots, unless vLLM is short of blocks and would have them before they are copied.
+# large lots. If vLLM is short of blocks, and would have them before they are copied, none of them waits as long.
 RESERVE_AT_BLOCKS = 512  # of a batch, or this share of the blocks that may be pinned, if they are fewer
 RESERVE_AT_SHARE = 1 / 2
 RESERVE_AFTER_STEPS = 8, 64  # of a batch with blocks of prompts or ended requests, and without
@@ -370,10 +370,10 @@ class Offloader:
 
     def _ask(self, now: bool) -> None:
         """Have the collected blocks reserved, once that is worth a message."""
-        scarce = self._pool.free_count() < self._spare
+        scarce = self._needed or self._pool.free_count() < self._spare
         for key, batch in list(self._open.items()):
             late = self._step - batch.since >= RESERVE_AFTER_STEPS[0 if batch.soon or scarce else 1]
-            if now or late or batch.count >= self._reserve_at:
+            if now or late or (scarce and batch.soon) or batch.count >= self._reserve_at:
                 self.jobs.ask(batch, self.events, now)
                 del self._open[key]
                 if self.events is not None:

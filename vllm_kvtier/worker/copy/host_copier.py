@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import torch
 
+from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.kernels import checksum
 from vllm_kvtier.kernels.checksum_reference import multipliers
 from vllm_kvtier.wire.geometry import GroupView
@@ -48,8 +49,10 @@ class HostCopier:
         self, view: CacheView, pool: tuple[int, int, Any], layouts: Sequence[PartLayout], part_offsets: Sequence[int]
     ):
         """``pool[2].buffer``: the pool's bytes. Raises ValueError if a region's cells are no multiple of 4 bytes, or if
-        an encoded layout does not match its group."""
+        an encoded layout does not match its group, KVTierError if the pool is smaller than a block."""
         address, nbytes, mapping = pool
+        if (most := max(offset + layout.nbytes for layout, offset in zip(layouts, part_offsets, strict=True))) > nbytes:
+            raise KVTierError(f"it has {nbytes} bytes, and a block needs {most}: raise store_size")
         self._view, self._bytes, self._registered = view, nbytes, 0
         self._parts = list(zip(layouts, part_offsets, strict=True))
         memory = torch.frombuffer(mapping.buffer, dtype=torch.uint8)
@@ -61,7 +64,7 @@ class HostCopier:
             else:
                 # A view of slots, in which block ids are page numbers.
                 dense = _slots(group, layout, address + offset)
-                pages = max(0, nbytes - offset - layout.nbytes) // PAGE + 1
+                pages = (nbytes - offset - layout.nbytes) // PAGE + 1
                 slots = CacheView([dense], pages, "cpu", [memory.untyped_storage()])
                 self._groups.append(_Group(view, group, slots, dense))
         self.piece_bytes = ENCODED_PIECE_BYTES if any(layout.encoded for layout in layouts) else PIECE_BYTES
