@@ -155,7 +155,8 @@ def test_retained_blocks_give_way_to_a_request_whose_load_has_ended(half, free, 
     half._exporter = SimpleNamespace(release_for_requests=given.append, begin_step=lambda growth: [], step=1)
     half._tables = SimpleNamespace(each_block=False, begin_step=lambda *_: [])
     half._step_timer, half._matcher.prefetching = SimpleNamespace(begin_step=lambda *_: None), False
-    assert half._follow(SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0), False) == [] and given == freed
+    output = SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0)
+    assert half._follow(output, False) == [] and given == freed
     needed = -(-tokens // 16) + 1 if tokens else 0
     assert kept == [(1, [], needed)], "nothing is pinned again of what was freed"
 
