@@ -188,7 +188,8 @@ async def test_cache_salts_isolate_tenants(node: Node, nodes):
         for salt in ({"cache_salt": f"not for {engine.name}"}, {"cache_salt": f"{engine.name}'s own"}):
             reply = await nodes.asked(engine, prompt, **salt)
             assert (reply.pulled, reply.report["local_tokens"]) == (0, 0), (engine.name, salt)
-        assert (await nodes.asked(engine, prompt, cache_salt="one")).pulled == expected(300)
+        reply = await nodes.asked(engine, prompt, cache_salt="one")
+        assert reply.pulled == expected(300), f"{engine.name}: {reply.report}"
 
 
 async def test_concurrent_requests_of_one_prefix_load_once(node: Node, nodes):
