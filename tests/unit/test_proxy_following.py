@@ -88,8 +88,8 @@ async def test_requests_are_sent_one_after_the_other(why):
         assert c.d[0].seen[-1].body["kv_transfer_params"]["kvtier"]["export"].startswith("secret-export")
 
 
-@pytest.mark.parametrize("status, then", [(400, 400), (404, 200), (429, 200), (500, 200)])
-async def test_prefill_that_is_refused_cancels_decode_request(status, then):
+@pytest.mark.parametrize("status", [400, 404, 429, 500])
+async def test_prefill_that_is_refused_cancels_decode_request(status):
     async with following() as c:
         asked = asyncio.create_task(c.chat("hello"))
         _, to_d = await both_asked(c)
@@ -98,10 +98,8 @@ async def test_prefill_that_is_refused_cancels_decode_request(status, then):
         await asyncio.wait_for(to_d.aborted.wait(), 10)
         c.d[0].hold.set()
         reply = await asked
-        assert reply.status_code == then
-        assert len(c.d[0].seen) == (1 if then == 400 else 2)
-        if then == 200:
-            assert "export" not in c.d[0].seen[1].body["kv_transfer_params"]["kvtier"], "it computes the prompt"
+        assert reply.status_code == 200 and len(c.d[0].seen) == 2
+        assert "export" not in c.d[0].seen[1].body["kv_transfer_params"]["kvtier"], "it computes the prompt"
 
 
 @pytest.mark.parametrize("also", ["", "an address is configured", "another rank answered since"])

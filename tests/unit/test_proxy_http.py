@@ -250,20 +250,45 @@ async def test_generation_without_connector_or_prefill_engine():
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("who", ["p", "d"])
-async def test_engine_refusals_reach_the_client_unchanged(who, stream):
+@pytest.mark.parametrize("also_prefill", [False, True])
+async def test_engine_refusals_reach_the_client_unchanged(also_prefill, stream):
     async with Cluster(d=2) as c:
-        for engine in getattr(c, who):
+        for engine in (*c.d, *(c.p if also_prefill else ())):
             engine.status = 422
         reply = await c.chat("u1", stream=stream)
         assert reply.status_code == 422 and "says 422" in reply.json()["error"]["message"]
         state = (await c.client.get("/kvtier/state")).json()
         assert all(engine["healthy"] for engine in state["prefill"] + state["decode"])
-        if who == "p":
-            assert not c.d[0].seen and not c.d[1].seen
-        else:
+        assert len(c.d[0].seen) + len(c.d[1].seen) == 1
+        if not also_prefill:
             # No decode engine pulled the export, so it is released.
             assert (await c.released.get()).export == "secret-export-P0-1"
+
+
+@pytest.mark.parametrize("status", [400, 413, 422])
+async def test_request_that_only_the_prefill_engine_refuses_is_decoded_alone(status):
+    """It may lack a parser of tools, or take shorter prompts."""
+    async with Cluster() as c:
+        c.p[0].status = status
+        assert (await c.chat("u1")).status_code == 200 and alone(c.d[0].seen[0])
+        assert c.core.prefill[0].healthy
+
+
+@pytest.mark.parametrize("role", ["p", "d"])
+async def test_engine_that_hangs_is_probed_when_an_impatient_client_leaves(role):
+    async with Cluster(d=2, probe_timeout=0.1) as c:
+        hangs = getattr(c, role)[0]
+        hangs.hold, hangs.health = asyncio.Event(), 503
+        engine = next(engine for engine in c.core.fleet if engine.url == hangs.url)
+        for n in range(12):  # of two decode engines either may be asked
+            asked = asyncio.create_task(c.chat(f"u{n}"))
+            await asyncio.wait([asked], timeout=0.4)
+            asked.cancel()
+            await asyncio.wait([asked])
+            if not engine.healthy:
+                break
+        assert hangs.seen and not engine.healthy
+        assert (await c.chat("another")).status_code == 200
 
 
 async def test_invalid_request_reaches_no_engine():

@@ -286,10 +286,24 @@ async def test_engine_api_keys_replace_client_keys(tmp_path, keys):
         assert (await c.client.post("/v1/embeddings", json={})).status_code == 200
         for engine in (*c.p, *c.d):
             engine.api_key = "engine-key-2"
-        assert (await c.chat("u1")).status_code == 401
+        assert (await c.chat("u1")).status_code == 503
+        assert not any(engine.healthy for engine in c.core.decode), "it is not the client's key that they refuse"
         file.write_text("engine-key-2")
         c.core.apply(c.config())
+        await c.until(lambda: all(engine.healthy for engine in c.core.decode))
         assert (await c.chat("u1")).status_code == 200
+
+
+async def test_engine_that_refuses_the_proxys_key_does_not_attract_requests(tmp_path):
+    """It answers at once, and so always has the least load."""
+    file = tmp_path / "engine.key"
+    file.write_text("engine-key-1\n")
+    async with Cluster(d=2, engine={"api_key_file": str(file)}) as c:
+        for engine in (*c.p, *c.d):
+            engine.api_key = "engine-key-1"
+        c.d[0].api_key = "another"
+        replies = await asyncio.gather(*(c.chat(f"u{n}") for n in range(12)))
+        assert {reply.status_code for reply in replies} == {200} and len(c.d[1].seen) == 12
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ logger = get_logger(__name__)
 __all__ = ["AnswerTooLarge", "AnswersFull", "Engine", "EngineFailure", "EngineSlot", "Reply"]
 
 
+_HEALTH = "/health"
 _RANK = re.compile(r"_dp\d+$")  # which vLLM adds to the id of each data-parallel rank
 
 # So many answers of 5xx in a row to what others served, over so many seconds, are the engine's and not the requests'.
@@ -153,7 +154,10 @@ class Engine:
         *,
         repeatable: bool = True,
     ) -> Reply:
-        """Send a request (see ``EngineHttp.ask``), with this engine's key in place of the client's if it has one."""
+        """Send a request (see ``EngineHttp.ask``), with this engine's key in place of the client's if it has one.
+
+        An engine that refuses the proxy's key has failed. One that a client has given up is probed, because clients may
+        be less patient than the time limits, and an engine that hangs would get requests for ever."""
         headers = dict(headers)
         if self._authorization is not None:
             headers["authorization"] = self._authorization
@@ -161,7 +165,18 @@ class Engine:
             headers.pop("authorization", None)
         if body is not None:
             headers.setdefault("content-type", "application/json")
-        return await self._http.ask(method, path, body, headers, timeout, repeatable)
+        began = time.monotonic()
+        try:
+            reply = await self._http.ask(method, path, body, headers, timeout, repeatable)
+        except asyncio.CancelledError:
+            if path != _HEALTH and time.monotonic() - began > self._config.probe_timeout:
+                self.check()
+            raise
+        if reply.status in (401, 403) and not (self._forwards_keys and self._authorization is None):
+            reply.close()
+            message = f"{self} refuses the proxy's key ({reply.status}); its api_key_file may be wrong."
+            raise EngineFailure(message, unreached=True, lives=True)
+        return reply
 
     def succeeded(self) -> None:
         self.failures = self._errors = 0
@@ -244,7 +259,7 @@ class Engine:
     async def _probe(self) -> str | None:
         """None if it is healthy, else the reason."""
         try:
-            reply = await self.ask("GET", "/health", None, {}, self._config.probe_timeout)
+            reply = await self.ask("GET", _HEALTH, None, {}, self._config.probe_timeout)
             reply.close()
         except EngineFailure as failure:
             return str(failure)

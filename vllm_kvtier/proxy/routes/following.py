@@ -66,7 +66,7 @@ class FollowingGeneration(Generation):
                 if served:
                     taken = answer
                     return None, answer, None
-            outcome, answer = await prefilling
+            outcome = await prefilling
             if outcome in (Prefill.FAILED, Prefill.LOST):
                 self._core.count("prefill_failures")
             if outcome is Prefill.LOST and time.monotonic() >= deadline:
@@ -75,7 +75,7 @@ class FollowingGeneration(Generation):
             moved = now is not None and (now.host, now.port) != (source.host, source.port)
             if (outcome is Prefill.DONE and moved) or outcome not in (Prefill.DONE, Prefill.LOST):
                 self._attempts = 0  # the decode request ends as if it had not been sent
-                return outcome, answer, None
+                return outcome, None, None
             prefill.release()
             served, answer = await decoding
             taken = answer if served else None

@@ -54,9 +54,6 @@ from vllm_kvtier.proxy.routing.prompt import Prompt
 
 logger = get_logger(__name__)
 
-# The prefill engine does not serve this route or is full; the decode engine may serve it.
-_PREFILL_DECLINED = (404, 405, 429)
-
 # In a chat's first event, which has nothing else. Within a text its quotes have backslashes.
 _ROLE = b'"delta":{"role":'
 
@@ -70,11 +67,10 @@ class StreamRefused(EngineFailure):
 
 
 class Prefill(enum.Enum):
-    """How a prefill ended. CLIENT: with an answer for the client (4xx). LOST: perhaps with its engine,
-    which may have begun it."""
+    """How a prefill ended. DECLINED: with 4xx; the decode engine may have a parser, route or length that this one has
+    not, or refuses it too. LOST: perhaps with its engine, which may have begun it."""
 
     DONE = enum.auto()
-    CLIENT = enum.auto()
     DECLINED = enum.auto()
     FAILED = enum.auto()
     LOST = enum.auto()
@@ -140,11 +136,10 @@ class Generation(EngineRequest):
 
     async def _run(self, prefill: EngineSlot | None, decode: EngineSlot) -> Answer:
         """The prefill, if there is one, then the decode request."""
-        answer = None
         if prefill is not None:
-            answer = await self._prefill(prefill)
+            await self._prefill(prefill)
             prefill.release()
-        return answer or await self._decode(decode)
+        return await self._decode(decode)
 
     # -- engine slots ----------------------------------------------------------------------------------------------
 
@@ -164,24 +159,23 @@ class Generation(EngineRequest):
 
     # -- prefill ---------------------------------------------------------------------------------------------------
 
-    async def _prefill(self, slot: EngineSlot) -> Answer | None:
-        """Have a prefill engine compute the prompt; returns its answer only if it is for the client (4xx)."""
+    async def _prefill(self, slot: EngineSlot) -> None:
+        """Have a prefill engine compute the prompt, if one can."""
         body, deadline = self._prefill_body(), self._prefill_deadline()
         tried: tuple[Engine, ...] = ()
         while True:
             engine = slot.engine
             tried = (*tried, engine)
             if engine.usable and engine not in self._suspects and time.monotonic() < deadline:
-                outcome, answer = await self._prefill_at(engine, body, deadline)
-                if outcome not in (Prefill.FAILED, Prefill.LOST):
-                    return answer
+                if await self._prefill_at(engine, body, deadline) not in (Prefill.FAILED, Prefill.LOST):
+                    return
                 self._core.count("prefill_failures")
             # Else it failed or was removed while this request waited for its decode slot.
             if len(tried) >= self._config.max_prefill_attempts or time.monotonic() >= deadline:
-                return None
+                return
             choice = self._core.router.choose_prefill(self._prompt, exclude=tried)
             if choice is None or choice.engine is None:
-                return None
+                return
             self._core.metrics.retried("prefill")
             slot.move(choice.engine, choice.tokens)
 
@@ -194,8 +188,8 @@ class Generation(EngineRequest):
         sources = self._core.router.sources(self._route) if self._config.bidirectional else []
         return self._request.body_for_prefill(self._salt, prefill_params(sources, export_as))
 
-    async def _prefill_at(self, engine: Engine, body: bytes, deadline: float) -> tuple[Prefill, Answer | None]:
-        """How it ended, and the answer if it is for the client."""
+    async def _prefill_at(self, engine: Engine, body: bytes, deadline: float) -> Prefill:
+        """How it ended."""
         began = time.monotonic()
         try:
             reply = await engine.ask("POST", self._request.route.value, body, self._headers, deadline - began)
@@ -207,18 +201,16 @@ class Generation(EngineRequest):
                 reply.close()
         except AnswerTooLarge as failure:
             logger.warning("kvtier: proxy: the answer to a prefill cannot be had (%s); its KV is not pulled", failure)
-            return Prefill.DONE, None
+            return Prefill.DONE
         except EngineFailure as failure:
             engine.mark_unavailable(str(failure), may_have_restarted=not failure.lives)
-            return Prefill.FAILED if failure.unreached else Prefill.LOST, None
-        if reply.status in _PREFILL_DECLINED:
-            self._core.count("prefill_declined")
-            return Prefill.DECLINED, None
+            return Prefill.FAILED if failure.unreached else Prefill.LOST
         if 400 <= reply.status < 500:
-            return Prefill.CLIENT, forwarded(reply, document)
+            self._core.count("prefill_declined")
+            return Prefill.DECLINED
         if reply.status != 200:
             self._suspects.append(engine)
-            return Prefill.FAILED, None
+            return Prefill.FAILED
         engine.succeeded()
         self._prefill_engine = engine
         self._prefill_seconds = time.monotonic() - began
@@ -229,7 +221,7 @@ class Generation(EngineRequest):
         if self._prefill_params is not None:
             engine.learn(self._prefill_params)
             self._core.count("prefilled")
-        return Prefill.DONE, None
+        return Prefill.DONE
 
     # -- decode ----------------------------------------------------------------------------------------------------
 
