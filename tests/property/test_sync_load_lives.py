@@ -449,48 +449,82 @@ def test_request_answered_late_does_not_block_those_loaded_meanwhile(make, prior
     assert not life.live
 
 
-@pytest.mark.skipif(LOADED_FIRST, reason="vLLM's own order of requests stops there")
-@pytest.mark.parametrize("priority", [False, True])
-def test_loaded_request_that_lacks_blocks_lets_sessions_go_on(make, priority):
-    """They hold these blocks. From 0.31 on it stands before them, as it was loaded."""
-    life = Life(make, 1, hurries=False, asynchronous=False, priority=priority, budget=1024)
-    scheduler, ended = life.scheduler, []
-    life.rng.random = lambda: 0.3 if ended else 0.9  # loads end when they may, and are good
+class Sessions:
+    """Streaming sessions beside requests whose loads end from ``loads_end`` on, and are good."""
 
-    def turn(tokens, count):
+    def __init__(self, make, priority):
+        self.life = Life(make, 1, hurries=False, asynchronous=False, priority=priority, budget=1024)
+        self.scheduler, self.loads_end = self.life.scheduler, False
+        self.life.rng.random = lambda: 0.3 if self.loads_end else 0.9
+
+    def turn(self, name, tokens, count):
         params = SamplingParams(max_tokens=count, ignore_eos=True, temperature=0.0)
         params.update_from_generation_config({}, 1)
         hasher = get_request_block_hasher(HASH_BLOCK_SIZE, sha256)
-        scheduler.add_request(Request("session", tokens, params, None, block_hasher=hasher, resumable=True))
+        self.scheduler.add_request(Request(name, tokens, params, None, block_hasher=hasher, resumable=True))
 
-    def steps(count):
+    def load(self, count, stored):
+        """Have a request of ``count`` tokens load the first ``stored`` of them."""
+        request, world = self.life.add([2] * count, 2), self.life.world
+        world.store(request, stored)
+        for i in range(stored // HASH_BLOCK_SIZE):
+            self.life.content[world.stored[0, world.hash(request, 0, i)]] = [0] * HASH_BLOCK_SIZE
+        self.steps(3)
+        assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+        return request
+
+    def steps(self, count):
+        """The tokens that were scheduled."""
         total = 0
         for _ in range(count):
-            for pending in list(life.world.client.open):
-                life.world.answer(pending)
-            step = scheduler.schedule()
+            for pending in list(self.life.world.client.open):
+                self.life.world.answer(pending)
+            step = self.scheduler.schedule()
             total += step.total_num_scheduled_tokens
-            scheduler.update_from_output(step, life.runner.run(step))
+            self.scheduler.update_from_output(step, self.life.runner.run(step))
         return total
 
-    turn([1] * 16, 8)
-    steps(12)
-    request = life.add([2] * 80, 2, stored=False)
-    life.world.store(request, 8)
-    life.content.update({life.world.stored[0, life.world.hash(request, 0, i)]: [0] * HASH_BLOCK_SIZE for i in (0, 1)})
-    steps(3)
-    assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
-    turn([3] * 4, 30)
-    steps(40)
-    ended.append(True)
-    steps(5)
+    def end(self, *names):
+        self.scheduler.finish_requests(names, RequestStatus.FINISHED_ABORTED)
+        self.steps(60)
+        assert not self.scheduler.requests and self.life.pool.free_count() == BLOCKS - 1
+
+
+@pytest.mark.skipif(LOADED_FIRST, reason="vLLM's own order of requests stops there")
+@pytest.mark.parametrize("idle", [False, True])
+@pytest.mark.parametrize("priority", [False, True])
+def test_loaded_request_that_lacks_blocks_lets_sessions_go_on(make, priority, idle):
+    """They hold these blocks. From 0.31 on it stands before them, as it was loaded; ``idle``: behind an idle one."""
+    engine = Sessions(make, priority)
+    if idle:
+        engine.turn("idle", [8] * 3, 1)
+        engine.steps(4)
+    engine.turn("session", [1] * 16, 8)
+    engine.steps(12)
+    request = engine.load(76, 8)
+    engine.turn("session", [3] * 4, 30)
+    engine.steps(40)
+    engine.loads_end = True
+    engine.steps(5)
     assert request.num_computed_tokens and request.status is RequestStatus.WAITING
-    turn([4] * 2, 3)
-    short = life.add([9] * 3, 2)
-    assert steps(60) >= 7 and short.is_finished()
-    scheduler.finish_requests("session", RequestStatus.FINISHED_ABORTED)
-    steps(60)
-    assert request.is_finished() and life.pool.free_count() == BLOCKS - 1
+    engine.turn("session", [4] * 2, 3)
+    short = engine.life.add([9] * 3, 2)
+    assert engine.steps(60) >= 7 and short.is_finished()
+    engine.end("session", *["idle"] * idle)
+
+
+@pytest.mark.parametrize("priority", [False, True])
+def test_loaded_request_behind_a_session_that_lacks_its_blocks_gives_them_back(make, priority):
+    engine = Sessions(make, priority)
+    engine.turn("session", [1] * 16, 8)
+    engine.steps(12)
+    engine.load(70, 60)
+    engine.turn("session", [3] * 50, 3)
+    engine.steps(10)
+    engine.loads_end = True
+    short = engine.life.add([9] * 3, 2)
+    assert engine.steps(60) > 50 and short.is_finished()
+    engine.end("session")
 
 
 def until_hurried(life, others=()):

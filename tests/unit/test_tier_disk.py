@@ -576,3 +576,11 @@ def test_disk_tier_unavailable_keeps_no_block():
     before = b.changes
     b.tier_process.back_off("it hangs")
     assert not b.tier.keeps(NAMESPACE_ID, 0, hash_of(1)) and b.changes > before
+
+
+def test_disk_tier_write_refused_for_a_removed_block_keeps_its_position_in_use():
+    b = Bench(pages=9)  # four places
+    b.write(blocks_of(1, 2, 3, 4), answer=False)
+    b.tier.discard(NAMESPACE_ID, 0, hash_of(4))
+    b.tier_process.answer([True, True, True, False], error="the block was removed meanwhile")
+    assert b.tier._slot_map.bad_positions == 0

@@ -191,13 +191,15 @@ class KVTierConnectorScheduler(SchedulerParts):
         return StepWork(exporter.step, idle=idle, urgent=exporter.urgent, generation=self._clearing.generation)
 
     def _drop_first_load(self) -> None:
-        """Nothing runs, and vLLM goes no further than the first request with blocks, which lacks more than are free. If
-        it was only loaded so far, those behind it go on without it: sessions, which hold what it lacks."""
-        scheduler, first = self._engine.admission.scheduler, self._engine.admission.first_with_blocks()
-        if first is None or scheduler is None or scheduler.running or self._engine.paused_scheduler is not None:
+        """Nothing runs, and vLLM goes no further than the first ready request with blocks, which lacks more than are
+        free. Sessions go on without the first that was only loaded so far: this or one that holds what this lacks."""
+        scheduler, queues = self._engine.admission.scheduler, self._engine.admission.queues
+        if not queues or scheduler is None or scheduler.running or self._engine.paused_scheduler is not None:
             return
         if State.LOADING not in self._matcher.states():
-            rollback.drop_load(scheduler, first)
+            for request in queues[0]:
+                if rollback.drop_load(scheduler, request):
+                    return
 
     def _follow(self, output: Any, synchronous: bool) -> list[ChecksumJob]:
         """Follow the blocks that the step's requests fill: checksums to compute, blocks to store."""

@@ -43,12 +43,6 @@ class Admission:
                     lacking = max(lacking, request.num_tokens - request.num_computed_tokens)
         return lacking
 
-    def first_with_blocks(self) -> Any | None:
-        """The request that vLLM schedules before all others that wait; None: none of these is ready."""
-        first = next(iter(self.queues[0]), None) if self.queues else None
-        ready = first is not None and first.num_computed_tokens and first.status in READY
-        return first if ready else None
-
     def kept_free(self) -> int:
         """Blocks that stay free when vLLM admits or resumes a request now."""
         scheduler = self.scheduler

@@ -102,17 +102,18 @@ def is_paused(scheduler: Any) -> bool:
     return bool(scheduler.pause_state.name != "UNPAUSED")
 
 
-def drop_load(scheduler: Any, request: Any) -> None:
+def drop_load(scheduler: Any, request: Any) -> bool:
     """Take back the blocks of a load that has ended, if no step has had its request since: when vLLM resets its prefix
     cache, it takes back those of running requests only. What a session has computed stays: there may be media that its
-    workers do not get again, see ``possible``. Between two steps."""
+    workers do not get again, see ``possible``. Between two steps. False: there is no such load."""
     if request.request_id in scheduler.finished_recving_kv_req_ids:
         scheduler.failed_recving_kv_req_ids.add(request.request_id)  # as of a load that brought nothing
     elif request.status not in _READY or request not in scheduler._inflight_prefills:
-        return
+        return False
     scheduler.kv_cache_manager.free(request)
     scheduler._inflight_prefills.discard(request)  # as ``admission`` says
     request.num_computed_tokens = 0
+    return True
 
 
 def preempt_and_recompute(scheduler: Any, request: Any, tokens: int = 0) -> None:

@@ -125,4 +125,7 @@ class LoadedFirst:
         left = list(self.queue)
         self.queue.remove_requests(left)
         for request in reversed(left):
-            self._scheduler.skipped_waiting.prepend_request(request)
+            if request.num_computed_tokens:
+                self._scheduler.skipped_waiting.prepend_request(request)
+            else:
+                self._scheduler.skipped_waiting.add_request(request)

@@ -259,7 +259,7 @@ class SlotMap:
         failed = [move for move, is_good in zip(moves, good, strict=True) if not is_good]
         for client in self._clients.values():
             self._index.commit(client, succeeded)
-        if len(failed) == 1 and self.bad_positions < MAX_BAD_POSITIONS:
+        if len(failed) == 1 and self.bad_positions < MAX_BAD_POSITIONS and self._is_listed(failed[0]):
             self._abandon(failed.pop())
             self.bad_positions += 1
         for client in self._clients.values():
@@ -271,16 +271,18 @@ class SlotMap:
         self._known_namespaces.update(namespaces)
         return kept
 
+    def _is_listed(self, move: m.Move) -> bool:
+        """False: it was removed meanwhile, for which its write may have been refused."""
+        entry = self._index.find(move.namespace_id, move.group, move.hash)
+        return entry is not None and entry.slot == move.position
+
     def _abandon(self, move: m.Move) -> None:
         for client in self._clients.values():
             self._index.abandon(client, (move.namespace_id, move.group, move.hash), RemovalReason.ABORTED)
 
     def free_removed(self, moves: Iterable[m.Move]) -> None:
         """Free the blocks of an unanswered Write, which may have been done, that were removed during it."""
-        for move in moves:
-            entry = self._index.find(move.namespace_id, move.group, move.hash)
-            if entry is None or entry.slot != move.position:
-                self._free([move])
+        self._free(move for move in moves if not self._is_listed(move))
 
     # -- removing -----------------------------------------------------------------------------------------------
 
