@@ -57,7 +57,7 @@ def stored(tokens):
     return LookupHit(SimpleNamespace(cost_key="host"), "life", 1, 0, tokens, [[]], session=1, nbytes=tokens * BYTES)
 
 
-def lent(tokens, path=ReadPath.MAPPED):
+def leased(tokens, path=ReadPath.MAPPED):
     return LookupHit(None, "other/1", 1, 0, tokens, [[]], path=path, nbytes=tokens * BYTES)
 
 
@@ -101,7 +101,7 @@ def test_peer_gpu_unmappable_engine_is_asked_until_no_path_is_left():
     unmappable = []
     made._lease_client = SimpleNamespace(unmappable=unmappable.append)
     t = request()
-    t.hit = t.taken_hit = lent(640)
+    t.hit = t.taken_hit = leased(640)
     made.on_load_failed(t, FetchResult("r", {1}, True, "no", 0, 0.1, unmappable="another pid namespace"))
     assert unmappable == ["other/1"] and made.is_eligible(request(), holder(640), 0), "NIXL may read it"
     answer = SimpleNamespace(outcome=LookupMiss("layout", "32 layers here"), same_node_instance="odd/1")
@@ -120,7 +120,7 @@ def test_peer_gpu_that_nixl_reads_is_blamed_for_its_pulls():
     made, calls = make()[0], []
     made._lease_client = SimpleNamespace(unreadable=lambda i: calls.append(("no", i)), readable=calls.append)
     t = request()
-    t.hit, t.unreadable = lent(640, ReadPath.STAGED), ""
+    t.hit, t.unreadable = leased(640, ReadPath.STAGED), ""
     t.taken_hit = t.hit
     made.on_load_failed(t, PullResult("r", {1}, True, "late", 0, 60.0, unreadable=True))
     assert calls == [("no", "other/1")] and made.is_eligible(request(), holder(640), 0), "the lease client lets one try"
@@ -160,13 +160,13 @@ def test_peer_fetch_skipped_if_computed_within_running_step():
 
 def test_peer_gpu_choice_depends_on_compute_cost():
     made, _ = make(Planner(gpu=1e6, host=1e6))
-    assert made.beats(request(), lent(640), stored(640))
-    assert made.beats(request(), lent(640), stored(320)), "the rest would be computed"
-    assert not made.beats(request(), lent(320), stored(640))
+    assert made.beats(request(), leased(640), stored(640))
+    assert made.beats(request(), leased(640), stored(320)), "the rest would be computed"
+    assert not made.beats(request(), leased(320), stored(640))
     unknown, _ = make(Planner(known=False))
-    assert unknown.beats(request(), lent(640), stored(320)) and not unknown.beats(request(), lent(320), stored(640))
+    assert unknown.beats(request(), leased(640), stored(320)) and not unknown.beats(request(), leased(320), stored(640))
     slow, _ = make(Planner(gpu=1e3, host=1e6))
-    assert not slow.beats(request(), lent(640), stored(320)), "64 s for what takes 0.35"
+    assert not slow.beats(request(), leased(640), stored(320)), "64 s for what takes 0.35"
 
 
 def test_peer_wait_is_bounded_by_compute_time():

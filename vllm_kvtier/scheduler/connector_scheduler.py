@@ -214,6 +214,7 @@ class KVTierConnectorScheduler(SchedulerParts):
         stuck = lacking and needed > self._pool.free_count() and not output.total_num_scheduled_tokens
         self._stuck_steps = self._stuck_steps + 1 if stuck else 0
         if self._stuck_steps >= MAX_STUCK_STEPS:
+            self._stuck_steps = 0
             self._contain.attempt("dropping a load", self._drop_first_load)
         if short is not self._tables.each_block:
             self._tables.look_at_each_block(short)

@@ -223,7 +223,7 @@ class Passthrough(EngineRequest):
             except AnswerTooLarge as failure:
                 return self._answer_too_large(failure, self._idempotent or failure.unreached)
             except EngineFailure as failure:
-                engine.mark_unavailable(str(failure))
+                engine.mark_unavailable(str(failure), may_have_restarted=not failure.lives)
                 if not (self._idempotent or failure.unreached):
                     message = "The engine failed; it is not known whether it executed the request."
                     return refusal(502, message, "upstream_error")

@@ -12,10 +12,10 @@ from typing import Any
 from vllm.v1.request import RequestStatus
 
 from vllm_kvtier.logs import get_logger
+from vllm_kvtier.vllm_compat.hooks.admission import READY
 
 logger = get_logger(__name__)
 
-_READY = (RequestStatus.WAITING, RequestStatus.PREEMPTED)  # to be scheduled
 
 
 def serves(scheduler: Any, connector: Any) -> bool:
@@ -74,7 +74,7 @@ def others_wait(scheduler: Any, request: Any) -> bool:
     requests that were skipped in it are in none of vLLM's queues. Another thread may ask, while one is added."""
     return any(
         other is not request
-        and other.status in _READY
+        and other.status in READY
         and not other.num_computed_tokens
         for other in list(scheduler.requests.values())
     )
@@ -108,7 +108,7 @@ def drop_load(scheduler: Any, request: Any) -> bool:
     workers do not get again, see ``possible``. Between two steps. False: there is no such load."""
     if request.request_id in scheduler.finished_recving_kv_req_ids:
         scheduler.failed_recving_kv_req_ids.add(request.request_id)  # as of a load that brought nothing
-    elif request.status not in _READY or request not in scheduler._inflight_prefills:
+    elif request.status not in READY or request not in scheduler._inflight_prefills:
         return False
     scheduler.kv_cache_manager.free(request)
     scheduler._inflight_prefills.discard(request)  # as ``admission`` says

@@ -127,5 +127,5 @@ class LoadedFirst:
         for request in reversed(left):
             if request.num_computed_tokens:
                 self._scheduler.skipped_waiting.prepend_request(request)
-            else:
+            else:  # its load was taken back, or failed: before those with blocks it would stop them
                 self._scheduler.skipped_waiting.add_request(request)

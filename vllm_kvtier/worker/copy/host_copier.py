@@ -51,10 +51,10 @@ class HostCopier:
         """``pool[2].buffer``: the pool's bytes. Raises ValueError if a region's cells are no multiple of 4 bytes, or if
         an encoded layout does not match its group, KVTierError if the pool is smaller than a block."""
         address, nbytes, mapping = pool
-        if (most := max(offset + layout.nbytes for layout, offset in zip(layouts, part_offsets, strict=True))) > nbytes:
+        self._parts = list(zip(layouts, part_offsets, strict=True))
+        if (most := max(offset + layout.nbytes for layout, offset in self._parts)) > nbytes:
             raise KVTierError(f"it has {nbytes} bytes, and a block needs {most}: raise store_size")
         self._view, self._bytes, self._registered = view, nbytes, 0
-        self._parts = list(zip(layouts, part_offsets, strict=True))
         memory = torch.frombuffer(mapping.buffer, dtype=torch.uint8)
         self._words = memory.numpy()[: nbytes // 8 * 8].view(np.uint64)
         self._groups: list[_Group | EncodedGroup] = []
