@@ -306,6 +306,17 @@ async def test_engine_that_refuses_the_proxys_key_does_not_attract_requests(tmp_
         assert {reply.status_code for reply in replies} == {200} and len(c.d[1].seen) == 12
 
 
+async def test_engine_that_forbids_a_path_is_not_taken_for_one_that_refuses_the_key(tmp_path):
+    """vLLM answers 403 on paths that an engine is not started with, whatever the key."""
+    file = tmp_path / "engine.key"
+    file.write_text("engine-key-1\n")
+    async with Cluster(engine={"api_key_file": str(file)}) as c:
+        for engine in (*c.p, *c.d):
+            engine.status = 403
+        assert (await c.chat("u1")).status_code == 403
+        assert all(engine.healthy for engine in (*c.core.prefill, *c.core.decode))
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

@@ -172,9 +172,9 @@ class Engine:
             if path != _HEALTH and time.monotonic() - began > self._config.probe_timeout:
                 self.check()
             raise
-        if reply.status in (401, 403) and not (self._forwards_keys and self._authorization is None):
+        if reply.status == 401 and not (self._forwards_keys and self._authorization is None):
             reply.close()
-            message = f"{self} refuses the proxy's key ({reply.status}); its api_key_file may be wrong."
+            message = f"{self} refuses the proxy's key; its api_key_file may be wrong."
             raise EngineFailure(message, unreached=True, lives=True)
         return reply
 
