@@ -206,7 +206,6 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @contained(_SCHEDULER, again=True)
     def update_connector_output(self, connector_output: Any) -> None:
-        sys.setswitchinterval(SwitchInterval.own)
         report = connector_output.kv_connector_worker_meta
         results = report.results if isinstance(report, WorkerReport) else []
         if self._marks_failures and any(r.failed for r in results):

@@ -207,6 +207,7 @@ def test_other_threads_interrupt_launches_but_not_vllms_scheduler(engine_of):
 
     noting(engine.scheduler.kv_cache_manager, "allocate_slots")
     noting(engine.worker, "start_load_kv")
+    sys.setswitchinterval(SwitchInterval.short)  # as behind a step whose outputs were not read yet
     engine.step()
     seen["the answers go out"] = sys.getswitchinterval()
     own, short = SwitchInterval.own, SwitchInterval.short

@@ -4,7 +4,9 @@ With Python's 5 ms vLLM's thread would keep the interpreter, while it launches a
 answers, and from ours, whose messages peers wait for. With a shorter one these threads interrupt vLLM's scheduler, and
 the device waits: 0.2 ms a step (64 requests, H100). The answers of a step are sent while the next one is scheduled;
 they can go out during the launch behind it, which releases the interpreter all the time. So the interval is short from
-the end of a step's scheduling until the next outputs are read, and else as it was.
+the end of a step's scheduling until vLLM's scheduler is called again (``SchedulerLock``), and else as it was. A step
+is scheduled before the outputs of the one before it are read, and many requests that come at once are decoded by a
+thread meanwhile.
 
 One setting for the process, as in Python. ``sys.setswitchinterval`` is called where a step's phases begin.
 """

@@ -8,6 +8,7 @@ while the scheduler thread waits, and that spends ``JOBS_SECONDS`` on them; thos
 """
 
 import functools
+import sys
 import threading
 import time
 from collections import deque
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_kvtier.containment import Containment
+from vllm_kvtier.vllm_compat.hooks.interpreter import SwitchInterval
 
 # All methods of the scheduler that allocate, free or evict blocks (0.25.1 to 0.33).
 METHODS = ("schedule", "update_from_output", "finish_requests", "reset_prefix_cache", "reset_connector_cache")
@@ -57,6 +59,8 @@ class SchedulerLock:
                 self._wanted = True
                 with self._lock:
                     self._wanted = False
+                    if not self._depth:
+                        sys.setswitchinterval(SwitchInterval.own)
                     self._depth += 1
                     try:
                         return method(*args, **kwargs)
