@@ -109,6 +109,7 @@ def configuration(folder: Path, name: str = "config.json") -> dict[str, Any]:
 
 def of_files(model: str, revision: str | None = None, download_dir: str | None = None) -> str | None:
     """32 hexadecimal digits: a digest of config.json and of the weight files (``file_digests``). None without them.
+    Of a model of the hub, vLLM has only the weights in ``download_dir``.
 
     Names the records of ``kvtier quality``. It is not the engine's namespace, which also depends on the command line.
     Quantization at load time keeps the fingerprint, because it hardly changes a codec's cost.
@@ -119,8 +120,9 @@ def of_files(model: str, revision: str | None = None, download_dir: str | None =
     weights = weight_files(folder)
     if not weights:
         return None
+    described = folder if (folder / "config.json").exists() else model_folder(model, revision) or folder
     try:
-        digest = hashlib.blake2b(json.dumps(configuration(folder), sort_keys=True).encode(), digest_size=16)
+        digest = hashlib.blake2b(json.dumps(configuration(described), sort_keys=True).encode(), digest_size=16)
         for file, found in zip(weights, file_digests(weights), strict=True):
             digest.update(f"{file.name}|{found}|".encode())
     except (OSError, ValueError):

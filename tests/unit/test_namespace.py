@@ -539,10 +539,11 @@ def test_model_fingerprint_depends_on_drafts_that_keep_kv(folder, tmp_path, meth
 
 def test_model_fingerprint_depends_on_draft_in_the_download_dir(folder, tmp_path, monkeypatch):
     """As it does on the model's own files there; without files, on the revision."""
-    draft = tmp_path / "draft"
+    draft, described = tmp_path / "draft", tmp_path / "described"
     draft.mkdir()
-    (draft / "config.json").write_text("{}")
-    folders = {"elsewhere": str(draft)}
+    described.mkdir()
+    (described / "config.json").write_text("{}")  # vLLM has only the weights in --download-dir
+    folders = {"elsewhere": str(draft), None: str(described)}
 
     def snapshot(name, revision, cache_dir, local_files_only):
         if cache_dir not in folders:

@@ -137,6 +137,7 @@ def running(half):  # noqa: F811
     half._access = access_of(half._identity, half._endpoint)
     half._provenance = SimpleNamespace(weights_changing=lambda: None, weights_changed=lambda: None)
     half._exports = half._exporter = half._tables = nothing
+    half._clearing = ChecksumClearing(lambda message: None)
     half._matcher.request_ids, half.reset = list, lambda: True
     half.awake = lm.Register(SimpleNamespace(rank=0, agent="a", shared=None), "raw")
     return half
@@ -175,6 +176,15 @@ def test_connector_scheduler_refusal_is_permanent(running, change, when):
     for message in (running.awake, lm.Asleep(0), running.awake, lm.Unusable(0, "no NIXL"), lm.Asleep(0), running.awake):
         running._access.on_message(message)
         assert not is_open(running) and running._endpoint.unusable == running._access.refused
+
+
+def test_disabled_connector_clears_checksums_before_blocks_get_other_content(running):
+    done = []
+    running._exports = SimpleNamespace(clear=lambda: done.append("exports end"))
+    running._clearing = ChecksumClearing(lambda message: done.append("checksums are cleared"))
+    running._exporter = SimpleNamespace(drain=lambda: done.append("blocks are free"))
+    running._become_passive()
+    assert done == ["exports end", "checksums are cleared", "blocks are free"]
 
 
 def test_connector_scheduler_with_fingerprint_option_reopens_after_change(running):

@@ -413,6 +413,8 @@ class KVTierConnectorScheduler(SchedulerParts):
         attempt = self._contain.attempt
         attempt("refusing", self._access.refuse, "internal errors; see this engine's log")
         attempt("ending exports", self._exports.clear)
+        # Before their blocks have other content: one that is made late names it by the export's keys.
+        attempt("clearing the workers' checksums", self._clearing.clear, RESET_WAIT_SECONDS)
         attempt("giving blocks back", self._exporter.drain)
         if self._offloader is not None:
             attempt("ending copies", self._offloader.cancel_all, 0.0)

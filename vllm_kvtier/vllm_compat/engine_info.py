@@ -99,7 +99,7 @@ class EngineInfo:
     def record_key(self) -> str | None:
         """The name of this model's record of `kvtier quality`; None without local files."""
         model = self.config.model_config
-        return fingerprint.of_files(model.model, model.revision)
+        return fingerprint.of_files(model.model, model.revision, self.config.load_config.download_dir)
 
     def hash_function(self) -> Any:
         return ns.hash_function(self.config)
