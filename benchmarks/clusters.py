@@ -27,7 +27,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
-import mooncake_nodes
+import mooncake_master
 import netns
 from store_process import Store
 from store_support import EVERYTHING, NAMESPACE_ID, RawClient, block_hashes_of, engine_hello, items_of, tool_hello
@@ -47,18 +47,19 @@ FAULT_SECONDS = 15.0
 FAULTS = ("kill", "stop", "cut")
 
 
-def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Of a benchmark of kinds of clusters. Ends the program if this machine cannot run them."""
+def parse(parser: argparse.ArgumentParser, loopback: bool = False) -> argparse.Namespace:
+    """Of a benchmark of kinds of clusters. Ends the program if this machine cannot run them. ``loopback``: it does
+    without network namespaces."""
     parser.add_argument("--kinds", nargs="+", default=["nodes", "mooncake"], choices=["nodes", "mooncake"])
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
-    if reason := netns.why_not() or ("mooncake" in asked.kinds and mooncake_nodes.why_not()):
+    if reason := (not loopback and netns.why_not()) or ("mooncake" in asked.kinds and mooncake_master.why_not()):
         sys.exit(reason)
     return asked
 
 
 def store_options(
-    net: netns.NetnsStar, nodes: int, i: int, key: Path, master: mooncake_nodes.Master | None, segment: int
+    net: netns.NetnsStar, nodes: int, i: int, key: Path, master: mooncake_master.Master | None, segment: int
 ) -> list[str]:
     """Of node ``i``'s store: the other nodes' stores, or Mooncake's ``master`` and ``segment`` bytes for it."""
     if master is not None:
@@ -150,7 +151,7 @@ def until(condition: Callable[[], object], seconds: float = GIVE_UP) -> float | 
 class Cluster:
     def __init__(self, kind: str, folder: Path, net: netns.NetnsStar):
         self.kind, self.net = kind, net
-        self.master = mooncake_nodes.Master(net.addresses[-1], net.before(3)) if kind == "mooncake" else None
+        self.master = mooncake_master.Master(net.addresses[-1], net.before(3)) if kind == "mooncake" else None
         if self.master is not None:
             self.master.start()
         key = folder / "key"
@@ -207,20 +208,19 @@ def shown(count: int, seconds: float) -> dict[str, float]:
     return {"ms": round(1e3 * seconds, 1), "GB/s": round(count * BLOCK / seconds / 1e9, 2)}
 
 
-def plain_copies(net: netns.NetnsStar, rounds: int) -> dict[int, dict[str, float]]:
-    """From the first node to the third."""
+def plain_copies(net: netns.NetnsStar, reader: int, rounds: int, sizes: list[int]) -> dict[int, float]:
+    """Seconds by size, from the first node to the ``reader``."""
     program = [sys.executable, str(Path(__file__).with_name("plain_socket.py"))]
-    where = f"{net.addresses[0]}:{PORT}"
+    where = f"{net.addresses[0]}:{PORT + 1}"  # PORT may be a store's
     sender = subprocess.Popen([*net.before(0), *program, "send", where], stdout=subprocess.PIPE, text=True)
     try:
         assert sender.stdout.readline() == "listens\n"
-        sizes = [str(count * BLOCK) for count in LOADS]
-        reader = [*net.before(2), *program, "receive", where, str(rounds), *sizes]
-        seconds = json.loads(subprocess.run(reader, check=True, stdout=subprocess.PIPE, text=True).stdout)
+        command = [*net.before(reader), *program, "receive", where, str(rounds), *map(str, sizes)]
+        seconds = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
     finally:
         sender.kill()
         sender.communicate()
-    return {count: shown(count, seconds[str(count * BLOCK)]) for count in LOADS}
+    return {size: seconds[str(size)] for size in sizes}
 
 
 def fault(cluster: Cluster, what: str) -> dict[str, float | int | None]:
@@ -288,7 +288,8 @@ def main() -> None:
     parser.add_argument("--faults", nargs="*", default=list(FAULTS), choices=FAULTS)
     asked = parse(parser)
     with netns.NetnsStar(3) as net:
-        results = {"plain": {"loads": plain_copies(net, asked.rounds)}}
+        seconds = plain_copies(net, 2, asked.rounds, [count * BLOCK for count in LOADS])
+        results = {"plain": {"loads": {count: shown(count, seconds[count * BLOCK]) for count in LOADS}}}
         print("plain", json.dumps(results["plain"]["loads"]), flush=True)
     for kind in asked.kinds:
         with tempfile.TemporaryDirectory() as folder, netns.NetnsStar(3) as net:

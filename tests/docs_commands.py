@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import mooncake_nodes
+import mooncake_master
 import msgspec
 import typer
 import yaml
@@ -200,8 +200,8 @@ class Checker:
 
     def _mooncake_master(self, words: list[str]) -> None:
         """Its own help has its options; not checked where it is not installed."""
-        if not mooncake_nodes.why_not():
-            ran = subprocess.run([mooncake_nodes.binary(), "--help"], capture_output=True, text=True, timeout=20)
+        if not mooncake_master.why_not():
+            ran = subprocess.run([mooncake_master.binary(), "--help"], capture_output=True, text=True, timeout=20)
             for word in words:
                 name = word.partition("=")[0].removeprefix("--")
                 assert re.search(rf"^ +-{name} \(", ran.stdout, re.M), f"mooncake_master has no option {name}"

@@ -15,10 +15,12 @@ from contextlib import suppress
 
 import netns
 import pytest
-from mooncake_nodes import Master, MooncakeNode, free_port, why_not
+from mooncake_master import Master, why_not
+from mooncake_nodes import MooncakeNode
 from object_nodes import BLOCKS, NAMESPACE_ID, block_hashes_of, blocks_of
 from support import eventually, stop
 
+from vllm_kvtier.devtools.processes import free_port
 from vllm_kvtier.remote_store.options import Address
 from vllm_kvtier.store.tiers.mooncake.client import key_of
 from vllm_kvtier.store.tiers.mooncake.options import reachable

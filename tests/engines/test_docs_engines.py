@@ -11,7 +11,7 @@ import shutil
 from functools import partial
 from pathlib import Path
 
-import mooncake_nodes
+import mooncake_master
 import netns
 import pytest
 from docs_running import Place, ended, steps_of, unlike
@@ -61,8 +61,8 @@ def test_docs_host_cache_commands_run(place):
 @pytest.mark.parametrize("page", ["disk", "objects", "mooncake"])
 def test_docs_secondary_tiers_commands_run(place, page):
     """The store that the engine started is ended, and the page's takes its place; the engine goes on."""
-    if page == "mooncake" and mooncake_nodes.why_not():
-        pytest.skip(mooncake_nodes.why_not())
+    if page == "mooncake" and mooncake_master.why_not():
+        pytest.skip(mooncake_master.why_not())
 
     def no_store() -> None:
         for service in [each for each in place.services[1:] if each.name != MASTER]:

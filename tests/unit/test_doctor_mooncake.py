@@ -4,9 +4,11 @@ import subprocess
 from types import SimpleNamespace
 
 import pytest
-from mooncake_nodes import Master, MooncakeNode, free_port, why_not
+from mooncake_master import Master, why_not
+from mooncake_nodes import MooncakeNode
 from support import eventually
 
+from vllm_kvtier.devtools.processes import free_port
 from vllm_kvtier.doctor.machine import mooncake as checks
 from vllm_kvtier.store.tiers.mooncake.options import reachable
 
