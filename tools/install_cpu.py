@@ -27,7 +27,7 @@ VLLM = "0.32.0"
 LEFT_OUT = {"torch", "torchvision", "torchaudio", "torchcodec"}
 NIXL = ("nixl>=1.5", "nixl-cu13>=1.5")
 MOONCAKE = ("mooncake-transfer-engine-non-cuda>=0.3.13,<0.4",)
-LIBRARIES = ("libibverbs1", "librdmacm1", "libnuma1", "liburing2")  # of Mooncake, in Debian and Ubuntu
+LIBRARIES = ("libibverbs1", "ibverbs-providers", "libnuma1", "libcurl4")  # of Mooncake, in Debian and Ubuntu
 APT_ENV = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
 # Files that hardly any process imports: compiled when one does.
 SELDOM = (

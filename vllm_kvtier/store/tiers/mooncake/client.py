@@ -15,7 +15,7 @@ from vllm_kvtier.store.tiers.mooncake.options import MooncakeOptions
 KEY_PREFIX = "kvtier"
 PING_KEY = f"{KEY_PREFIX}/ping"  # never stored
 INSTALL = "pip install 'vllm-kvtier[mooncake]', or [mooncake-cuda] beside CUDA"
-LIBRARIES = "Debian and Ubuntu: apt-get install libibverbs1 librdmacm1 libnuma1 liburing2"
+LIBRARIES = "Debian and Ubuntu: apt-get install libibverbs1 ibverbs-providers libnuma1 libcurl4"
 # Read by the library when it is loaded: an unresponsive master fails a call after these times instead of 30 s.
 ENVIRONMENT = {
     "MC_RPC_TIMEOUT_MS": "3000",
