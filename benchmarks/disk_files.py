@@ -10,13 +10,14 @@ from pathlib import Path
 IO_BYTES, IO_THREADS = 4 << 20, 8
 
 
-def device_reads(pid: int) -> int:
-    """Bytes that a process had read from devices, by the kernel's account."""
+def bytes_read(pid: int, count: str = "read_bytes") -> int:
+    """Bytes that a process had read, by the kernel's account; ``count``: "read_bytes", from devices, or "rchar", with
+    read() from whatever it was, sockets too."""
     try:
         lines = Path(f"/proc/{pid}/io").read_text().splitlines()
     except OSError:
         return 0  # it ended, or this kernel does not account
-    return sum(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))
+    return sum(int(line.split()[1]) for line in lines if line.startswith(count))
 
 
 def files_in(folder: Path) -> list[os.DirEntry]:

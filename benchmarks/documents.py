@@ -3,7 +3,8 @@
     python benchmarks/documents.py --model benchmarks/models/qwen3-8b-shapes --dummy --gpu 0 --dir /data/bench \\
         --connectors none kvtier kvtier:always offloading lmcache lmcache:direct --out documents.json
     python benchmarks/documents.py --model models/recall-6m --host-gib 0.06 --tokens 2048 --documents 12 \\
-        --connectors none kvtier kvtier:directory kvtier:bucket offloading offloading:obj lmcache:server  # without GPU
+        --connectors none kvtier kvtier:directory kvtier:bucket offloading offloading:obj lmcache:server \\
+        lmcache:bucket --environments '{"obj": {"PYTHONPATH": FOLDER, "NIXL_TELEMETRY_ENABLE": "1"}}'  # without GPU
 
 The engines of all connectors (see tiers.py) run at once and alternate document by document. Each document is sent three
 times, in different orders; the GPU's prefix cache is reset before each. The documents need several times the host
@@ -20,10 +21,11 @@ nothing for a while), which favours slow writers. Connectors:
                    Without a GPU vLLM refuses it: with plain copies (connectors/cpu_offloading.py)
   offloading256    the same, its chunks 256 tokens long
   offloading:obj   the same with the "obj" tier. NIXL 1.5's plugin for it needs a library of CUDA, that of NIXL 1.0
-                   does not: --environments '{"obj": {"PYTHONPATH": FOLDER, "NIXL_TELEMETRY_ENABLE": "1"}}'
+                   does not: FOLDER has it
   lmcache          LMCacheConnectorV1 with local_disk, as it comes: through the page cache
   lmcache:direct   the same with its use_odirect
-  lmcache:server   LMCacheMPConnector with a server of its own and its "fs" adapter; of these the only one without a GPU
+  lmcache:server   LMCacheMPConnector with a server of its own and its "fs" adapter
+  lmcache:bucket   the same with its "s3" adapter. Only these two of LMCache's run without a GPU
 
 All directories are under --dir, on one file system. kvtier and the fs tier use O_DIRECT if the file system supports it;
 LMCache does not by default. Written files are synced and dropped from the page cache before each pass (posix_fadvise),
@@ -31,9 +33,10 @@ so that each pass reads each file from disk once. The rates of the disk are meas
 threads, 4 MiB at a time.
 
 Columns: ttft in ms, median, best and worst over the documents; share of prompt tokens by source: computed, gpu (prefix
-cache), memory, disk. The connector counts bytes from disk; for LMCache the kernel's count of its process is used. same:
-share of answers that begin as the document's first answer (from the GPU's cache); a connector that answers before its
-KV has arrived differs. None: the answers cannot tell. kept: bytes that lie on disk or in the bucket at the end.
+cache), memory, disk (or directory, or bucket). The connector counts bytes from disk; for LMCache the kernel's count of
+its process is used. same: share of answers that begin as the document's first answer (from the GPU's cache); a
+connector that answers before its KV has arrived differs. None: the answers cannot tell. kept: bytes that lie on disk or
+in the bucket at the end.
 """
 
 import argparse
@@ -53,7 +56,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
-from disk_files import allocated, device_reads, disk_rate, drop_cached
+from disk_files import allocated, bytes_read, disk_rate, drop_cached
 from s3_server import REGION, S3Server
 from support import eventually
 from tiers import (
@@ -81,7 +84,10 @@ from vllm_kvtier.store.options import StoreOptions
 
 PASSES = "computed", "again", "once more"
 WORDS = {"always": {"load_policy": "always"}, "directory": {}, "bucket": {}}
-BUCKETS = ("kvtier:bucket", "offloading:obj")
+# LMCache's s3 adapter takes the bucket as the first label of the host name, and no path. 127.1 is 127.0.0.1 to the
+# resolver, and moto sees the bucket 127: so it needs neither a name server nor a line in /etc/hosts.
+BUCKETS = {"kvtier:bucket": "kvtier", "offloading:obj": "offloading", "lmcache:bucket": "127"}
+LMCACHE_SERVERS = ("lmcache:server", "lmcache:bucket")
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "root", "AWS_SECRET_ACCESS_KEY": "root", "AWS_EC2_METADATA_DISABLED": "true"}
 STILL_SECONDS = 1.5  # without a byte more on disk: nothing more comes
 WRITE_SECONDS = 25.0  # that a connector may take to write a document
@@ -101,8 +107,8 @@ class DiskPeer(Peer):
             self._store = socket_in(run_of(connector, args))
             self.folder.mkdir(parents=True, exist_ok=True)
             start_store(self._store, store_options(self.folder, word, args))
-        if connector == "lmcache:server":
-            self._server = lmcache_server(self.folder, args)
+        if connector in LMCACHE_SERVERS:
+            self._server = lmcache_server(connector, args)
         super().__init__(connector, args, model, gpu_tokens, host_tokens)
         self.host_bytes = host_of(args)
         self.sees = True  # whether its answers tell other KV
@@ -130,8 +136,8 @@ class DiskPeer(Peer):
             return {
                 "kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra
             }, args.environments.get(word, {})  # fmt: skip
-        if connector == "lmcache:server":
-            extra = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": args.lmcache_port}
+        if connector in LMCACHE_SERVERS:
+            extra = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": args.lmcache_ports[connector]}
             return {
                 "kv_connector": "LMCacheMPConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra
             }, {"LMCACHE_TRACK_USAGE": "false"}  # fmt: skip
@@ -157,11 +163,12 @@ class DiskPeer(Peer):
         if self.kind.startswith("offloading"):
             return self.total(FS_READ)
         pid = self._server.pid if self._server else self.engine.pid
-        return sum(map(device_reads, group_members(pid))) if self.writes else 0.0
+        count = "rchar" if self._bucket else "read_bytes"  # LMCache's S3 client calls read() for its sockets
+        return sum(bytes_read(member, count) for member in group_members(pid)) if self.writes else 0.0
 
     def kept(self) -> int:
         """Bytes on the disk or in the bucket."""
-        return bucket_bytes(self._bucket, self.kind) if self._bucket else allocated(self.folder)
+        return bucket_bytes(self._bucket, BUCKETS[self.connector]) if self._bucket else allocated(self.folder)
 
     def written(self, wanted: float) -> None:
         """Until so many bytes lie in its directory, or nothing more comes."""
@@ -221,24 +228,33 @@ def obj_tier(args: argparse.Namespace) -> dict:
     return {"type": "obj", "store_config": server | key}
 
 
-def lmcache_server(folder: Path, args: argparse.Namespace) -> subprocess.Popen:
-    folder.mkdir(parents=True, exist_ok=True)
-    args.lmcache_port = free_port()
+def lmcache_server(connector: str, args: argparse.Namespace) -> subprocess.Popen:
+    port = args.lmcache_ports[connector] = free_port()
     command = [str(Path(args.python).parent / "lmcache"), "server", "--host", "127.0.0.1"]
-    command += ["--port", str(args.lmcache_port), "--http-port", str(free_port()), "--disable-observability"]
+    command += ["--port", str(port), "--http-port", str(free_port()), "--disable-observability"]
     command += ["--l1-size-gb", str(host_of(args) / GIB), "--eviction-policy", "LRU"]
-    command += ["--l2-adapter", json.dumps({"type": "fs", "base_path": str(folder)})]
-    command += ["--supported-transfer-mode", "auto"]  # the default is for GPUs only
-    with Path(args.logs, "lmcache-server.log").open("wb") as log:
+    command += ["--l2-adapter", json.dumps(lmcache_adapter(connector, args))]
+    if args.gpu is None:  # its defaults are for GPUs, and pickle the KV of others
+        command += ["--supported-transfer-mode", "auto", "--shm-name", f"documents-{port}"]
+    with Path(args.logs, f"server-of-{connector.replace(':', '-')}.log").open("wb") as log:
         env = {**os.environ, "LMCACHE_TRACK_USAGE": "false"}
         server = subprocess.Popen(command, stdout=log, stderr=log, env=env, start_new_session=True)
 
     def listens() -> bool:
         with socket.socket() as probe:
-            return probe.connect_ex(("127.0.0.1", args.lmcache_port)) == 0
+            return probe.connect_ex(("127.0.0.1", port)) == 0
 
     eventually(listens, 60, "LMCache's server")
     return server
+
+
+def lmcache_adapter(connector: str, args: argparse.Namespace) -> dict:
+    if connector in BUCKETS:
+        server = {"s3_endpoint": f"127.1:{args.bucket_server.port}", "s3_region": REGION, "disable_tls": True}
+        return {"type": "s3", **server}  # it has the credentials from its environment
+    folder = folder_of(connector, args)
+    folder.mkdir(parents=True, exist_ok=True)
+    return {"type": "fs", "base_path": str(folder)}
 
 
 def bucket_bytes(server: S3Server, bucket: str) -> int:
@@ -364,13 +380,14 @@ def run(args: argparse.Namespace) -> None:
     begin = time.monotonic()
     args.dir = Path(tempfile.mkdtemp(prefix="documents-", dir=args.dir))
     peers: list[DiskPeer] = []
-    args.bucket_server = S3Server() if set(BUCKETS) & set(args.connectors) else None
+    args.lmcache_ports = {}
+    args.bucket_server = S3Server() if BUCKETS.keys() & set(args.connectors) else None
     try:
         if args.bucket_server is not None:
             os.environ.update(CREDENTIALS)  # of our stores' processes
             args.bucket_server.start()
-            for connector in set(BUCKETS) & set(args.connectors):
-                args.bucket_server.create(connector.partition(":")[0])
+            for connector in BUCKETS.keys() & set(args.connectors):
+                args.bucket_server.create(BUCKETS[connector])
         args.documents = fitting(args)
         rate = disk_rate(args.dir, args.rate_mib << 20)
         print(f"disk: {rate}", flush=True)
