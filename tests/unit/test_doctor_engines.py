@@ -138,6 +138,12 @@ def test_doctor_reaches_an_engine_by_a_name(make, monkeypatch, host):
         assert probe.identity().hash_block_size == 16
 
 
+@pytest.mark.parametrize("host", ["*", "a..b"])
+def test_doctor_names_an_address_that_no_engine_can_have(host):
+    code, checks = doctor("--endpoint", f"{host}:5601")
+    assert code == 2 and f"'{host}:5601' is not HOST:PORT: " in only(checks, "fail")["message"]
+
+
 def test_doctor_identity_has_every_compared_field(make):
     names = {"codecs": "store fp8", "model": "m" * 32}
     namespace = changed(**names)

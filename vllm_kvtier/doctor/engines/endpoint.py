@@ -62,9 +62,15 @@ class EndpointProbe:
     """A connection to an endpoint; ``close`` it. Every query raises NoEndpoint if it is not answered."""
 
     def __init__(self, address: str, key: ClusterKey | None = None, seconds: float = 3.0):
-        """Raises KVTierError if ``address`` is not HOST:PORT."""
+        """Raises KVTierError if ``address`` is not HOST:PORT, or no host can have that name."""
         self.address = address
         self._host, self._port = parse_address(address)
+        try:
+            endpoint = resolved(self._host, self._port)
+        except OSError:  # ZMQ cannot either, and ``_no_answer`` says why
+            endpoint = f"tcp://{self._host}:{self._port}"
+        except ValueError as error:
+            raise KVTierError(f"{address!r} is not HOST:PORT: {error}") from error
         self._key, self._seconds = key, seconds
         self._ids = itertools.count(1)
         self._context = zmq.Context()
@@ -74,10 +80,6 @@ class EndpointProbe:
         if key is not None:
             key.secure_client(self._socket)
         self._monitor = self._socket.get_monitor_socket()
-        try:
-            endpoint = resolved(self._host, self._port)
-        except OSError:  # ZMQ cannot either, and ``_no_answer`` says why
-            endpoint = f"tcp://{self._host}:{self._port}"
         self._socket.setsockopt(zmq.IPV6, "[" in endpoint)
         self._socket.connect(endpoint)
 
