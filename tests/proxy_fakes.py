@@ -100,19 +100,21 @@ class Seen:
 class FakeEngine:
     """Behaves like vLLM with the connector, as seen by the proxy.
 
-    ``status``: of generation requests. ``health``: of /health. ``hold``: if set, generation waits for it before the
-    headers. ``gate``: if set, each streamed chunk takes one permit. ``stream_params``: put params on the last chunk
-    (vLLM 0.33). ``null_params``: put nulls on the other chunks, as vLLM 0.33 does. ``kv_port``: of a real endpoint that
-    its params name; otherwise they name none. ``tokenize_status``, ``tokenize_hold``: as the first two, for /tokenize,
-    whose tokens are the prompt's bytes. ``api_key``: the bearer token that all routes but /health require. ``passed``:
-    requests by routes that do not generate. ``stream_error``: status of the error that is all of a stream, but for the
-    role in a chat. ``ends``: it is shut down with --shutdown-timeout, and aborts new requests.
+    ``status``: of generation requests. ``health``: of /health, ``health_hold``: as ``hold``, for it. ``hold``: if
+    set, generation waits for it before the headers. ``gate``: if set, each streamed chunk takes one permit.
+    ``stream_params``: put params on the last chunk (vLLM 0.33). ``null_params``: put nulls on the other chunks, as
+    vLLM 0.33 does. ``kv_port``: of a real endpoint that its params name; otherwise they name none.
+    ``tokenize_status``, ``tokenize_hold``: as the first two, for /tokenize, whose tokens are the prompt's bytes.
+    ``api_key``: the bearer token that all routes but /health require. ``passed``: requests by routes that do not
+    generate. ``stream_error``: status of the error that is all of a stream, but for the role in a chat. ``ends``: it
+    is shut down with --shutdown-timeout, and aborts new requests.
     """
 
     def __init__(self, name: str):
         self.name = name
         self.status = 200
         self.health = 200
+        self.health_hold: asyncio.Event | None = None
         self.hold: asyncio.Event | None = None
         self.gate: asyncio.Semaphore | None = None
         self.chunks = 4
@@ -197,6 +199,8 @@ class FakeEngine:
         @app.get("/health")
         async def health():
             self.probes += 1
+            if self.health_hold is not None:
+                await self.health_hold.wait()
             return JSONResponse({}, self.health)
 
         @app.get("/v1/models")

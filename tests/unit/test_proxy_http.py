@@ -291,6 +291,19 @@ async def test_engine_that_hangs_is_probed_when_an_impatient_client_leaves(role)
         assert (await c.chat("another")).status_code == 200
 
 
+async def test_engine_that_serves_is_available_whatever_its_probe_says():
+    """Its API server is busy, and the probe is late."""
+    async with Cluster(p=0) as c:
+        engine, c.d[0].health_hold = c.core.decode[0], asyncio.Event()
+        engine.check()
+        probe = engine._prober
+        await c.until(lambda: c.d[0].probes)
+        assert (await c.chat("hello")).status_code == 200
+        await asyncio.wait([probe])
+        c.d[0].health_hold.set()
+        assert engine.healthy and not engine.instance
+
+
 async def test_invalid_request_reaches_no_engine():
     async with Cluster(max_body_bytes=1000) as c:
         post = lambda body: c.client.post("/v1/chat/completions", content=body)  # noqa: E731
@@ -390,6 +403,13 @@ MB = 1_000_000
 BOUND = dict(max_body_bytes=MB, max_event_bytes=MB, max_buffered_bytes=MB)
 
 
+class Full:
+    """A session of a process that may open no more."""
+
+    async def request(self, *_, **__):
+        raise aiohttp.ClientConnectorError(None, OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
+
+
 def buffered(c):
     return c.core.state()["buffered_bytes"]
 
@@ -426,12 +446,18 @@ async def test_bodies_are_dropped_when_their_answers_begin():
             assert b"[DONE]" in b"".join([piece async for piece in pieces])
 
 
+@pytest.mark.parametrize("probe", ["check", "probe_in_background"])
+async def test_probe_without_descriptors_says_nothing_of_its_engine(monkeypatch, probe):
+    async with Cluster(p=0) as c:
+        engine, connected, left = c.core.decode[0], EngineHttp._connected, [True, True]
+        monkeypatch.setattr(EngineHttp, "_connected", lambda self: Full() if left and left.pop() else connected(self))
+        getattr(engine, probe)()
+        await asyncio.wait([engine._prober])
+        assert engine.healthy and not engine.instance and not left and c.d[0].probes == 1
+
+
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/embeddings", "/v1/responses"])
 async def test_proxy_without_descriptors_makes_no_engine_unavailable(monkeypatch, path):
-    class Full:
-        async def request(self, *_, **__):
-            raise aiohttp.ClientConnectorError(None, OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
-
     async with Cluster(d=2) as c:
         monkeypatch.setattr(EngineHttp, "_connected", lambda self: Full())
         reply = await c.client.post(path, json=turn("hello"))

@@ -2,7 +2,8 @@
 
 An engine that fails is unavailable for a backoff time, which doubles with each failure, and then until a health probe
 succeeds. Only a successful request resets the failure count, so that an engine whose probes succeed while its requests
-fail is used less and less. Healthy engines are not probed, but after an answer of 5xx.
+fail is used less and less. Healthy engines are not probed, but after an answer of 5xx, and when a client leaves that
+has waited for longer than ``probe_timeout``.
 """
 
 import asyncio
@@ -181,7 +182,9 @@ class Engine:
     def succeeded(self) -> None:
         self.failures = self._errors = 0
         self.confirmed = True
-        if not self.healthy:
+        if self.healthy:
+            self._end_probing()  # its API server may be too busy for a probe
+        else:
             self._reinstate()
 
     def mark_unavailable(self, reason: str, *, may_have_restarted: bool = True) -> None:
@@ -257,13 +260,17 @@ class Engine:
         self._reinstate()
 
     async def _probe(self) -> str | None:
-        """None if it is healthy, else the reason."""
-        try:
-            reply = await self.ask("GET", _HEALTH, None, {}, self._config.probe_timeout)
+        """None if it is healthy, else the reason. While this process has no descriptor for a probe, it is repeated."""
+        while True:
+            try:
+                reply = await self.ask("GET", _HEALTH, None, {}, self._config.probe_timeout)
+            except AnswersFull:
+                await asyncio.sleep(self._config.backoff_initial)
+                continue
+            except EngineFailure as failure:
+                return str(failure)
             reply.close()
-        except EngineFailure as failure:
-            return str(failure)
-        return None if reply.status == 200 else f"{self} answered {reply.status} to a health probe."
+            return None if reply.status == 200 else f"{self} answered {reply.status} to a health probe."
 
     def _reinstate(self) -> None:
         self.healthy = True
