@@ -399,6 +399,16 @@ async def test_passthrough_error_of_extra_route_is_the_answer():
         assert (await c.client.post("/custom", json={})).status_code == 500 and not c.d[1].passed
 
 
+async def test_extra_route_may_want_another_authorization(tmp_path):
+    file = tmp_path / "engine.key"
+    file.write_text("engine-key-1\n")
+    async with Cluster(p=0, extra_routes=("/custom",), engine={"api_key_file": str(file)}) as c:
+        c.d[0].api_key = "another"
+        for path in ("/custom", "/custom?a=b"):
+            assert (await c.client.post(path, json={})).status_code == 401 and c.core.decode[0].healthy
+        assert (await c.client.post("/v1/messages", json={})).status_code == 503 and not c.core.decode[0].healthy
+
+
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
 async def test_passthrough_broken_stream_ends_with_error(path):
     async with Cluster(d=1) as c:

@@ -157,8 +157,9 @@ class Engine:
     ) -> Reply:
         """Send a request (see ``EngineHttp.ask``), with this engine's key in place of the client's if it has one.
 
-        An engine that refuses the proxy's key has failed. One that a client has given up is probed, because clients may
-        be less patient than the time limits, and an engine that hangs would get requests for ever."""
+        An engine that refuses the proxy's key has failed; but ``extra_routes`` may want another one. An engine that a
+        client has given up is probed, because clients may be less patient than the time limits, and one that hangs
+        would get requests for ever."""
         headers = dict(headers)
         if self._authorization is not None:
             headers["authorization"] = self._authorization
@@ -173,7 +174,8 @@ class Engine:
             if path != _HEALTH and time.monotonic() - began > self._config.probe_timeout:
                 self.check()
             raise
-        if reply.status == 401 and not (self._forwards_keys and self._authorization is None):
+        checked = self._authorization is not None or not self._forwards_keys
+        if reply.status == 401 and checked and path.partition("?")[0] not in self._config.extra_routes:
             reply.close()
             message = f"{self} refuses the proxy's key; its api_key_file may be wrong."
             raise EngineFailure(message, unreached=True, lives=True)
