@@ -37,7 +37,7 @@ SHOWN = {
     ),
     "prefill_seconds": Shown(Histogram, "Duration of the prefill engine's answers."),
     "queue_seconds": Shown(Histogram, "Waits for a slot at an engine.", ("role",)),
-    "retries": Shown(Counter, "Requests sent to another engine after a failure.", ("role",)),
+    "retries": Shown(Counter, "Requests sent to another engine after a failure or a refusal.", ("role",)),
     "events": Shown(Counter, "Other events, as in /kvtier/state.", ("event",)),
     "prompt_tokens": Shown(Counter, "Estimated tokens of all prompts."),
     "prompt_tokens_known": Shown(

@@ -65,6 +65,7 @@ class Engine:
         self.failures = 0
         self._errors = 0  # answers of 5xx since its last success, to requests that another engine served
         self._first_error = 0.0  # monotonic seconds
+        self._lacks_something = False  # it answered 4xx to what another engine served, and that was logged
         #: Requests here whose prefill has not ended; and whether an engine can pull from here while it prefills.
         self.followed_prefills = 0
         self.can_be_followed = False
@@ -210,15 +211,26 @@ class Engine:
         self.instance += 1
         self.last_named = None
         self._named.clear()
+        self._lacks_something = False
         self.can_be_followed = self._has_several = False
 
     def probe_in_background(self) -> None:
         """Send a health probe. Until it ends, the engine is used, but does not make the proxy ready."""
         self._prober = asyncio.create_task(self._first_probe(), name=f"probe {self.role} {self.index}")
 
-    def erred(self) -> None:
-        """It answered 5xx to a request that another engine served. That, too, may be by the request: a media host may
-        refuse one engine and not the other. So a probe decides, unless it has served nothing for a while."""
+    def refused(self, status: int) -> None:
+        """It answered 4xx or 5xx to a request that another engine served. That, too, may be by the request: a media
+        host may refuse one engine and not the other. So after 5xx a probe decides, unless it has served nothing for a
+        while."""
+        if status < 500:
+            if status != 429 and not self._lacks_something:
+                self._lacks_something = True
+                logger.warning(
+                    "kvtier: proxy: %s engine %s answered %d to a request that another engine served; compare their "
+                    "models, adapters, parsers and lengths (later refusals of this engine are not logged)",
+                    self.role, self.url, status,
+                )  # fmt: skip
+            return
         now = time.monotonic()
         self._first_error = self._first_error if self._errors else now
         self._errors += 1
@@ -325,16 +337,17 @@ class EngineSlot:
         engine.weighted_picks += 1 / (engine.weight or 1.0)
 
     def move(self, engine: Engine, tokens: int) -> None:
-        """Change to another engine, even if that is full."""
+        """Change to another engine, even if that is full, or to another number of tokens."""
         if engine is not self.engine:
             self.release()
             self.__init__(engine, tokens)
+        elif self._held:
+            engine.tokens += tokens - self.tokens
+            self.tokens = tokens
 
     def prompt_computed(self) -> None:
         """Its answer has begun: it has no prompt tokens left to compute."""
-        if self._held:
-            self.engine.tokens -= self.tokens
-            self.tokens = 0
+        self.move(self.engine, 0)
 
     def release(self) -> None:
         if self._held:

@@ -9,8 +9,8 @@ Failures, where they differ from ``routes.generation``:
 * The prefill engine dies: the decode engine goes on. It notices by itself, and computes what it lacks.
 * The export is at another endpoint than before (data-parallel ranks behind one URL): the decode request is sent again.
   Such an engine is not followed any more.
-* The prefill engine declines, answers with an error, or was not reached: the decode request, which would wait long for
-  a prefill that does not come, is cancelled. Then all is as without it.
+* The prefill engine answers with an error, aborts the request, or was not reached: the decode request, which would wait
+  long for a prefill that does not come, is cancelled. Then all is as without it.
 * The decode engine answers before the prefill has ended (it has the prompt, or computed it): the prefill is cancelled.
 * The decode engine fails: when the prefill has ended, the next one gets its params.
 """
@@ -67,13 +67,11 @@ class FollowingGeneration(Generation):
                     taken = answer
                     return None, answer, None
             outcome = await prefilling
-            if outcome in (Prefill.FAILED, Prefill.LOST):
-                self._core.count("prefill_failures")
             if outcome is Prefill.LOST and time.monotonic() >= deadline:
                 outcome = Prefill.FAILED  # it hangs, and the decode engine waits for it
             now = self._prefill_params.source if self._prefill_params is not None else None
             moved = now is not None and (now.host, now.port) != (source.host, source.port)
-            if (outcome is Prefill.DONE and moved) or outcome not in (Prefill.DONE, Prefill.LOST):
+            if (outcome is Prefill.DONE and moved) or outcome is Prefill.FAILED:
                 self._attempts = 0  # the decode request ends as if it had not been sent
                 return outcome, None, None
             prefill.release()

@@ -5,11 +5,13 @@ Failures and their handling:
 * No slot is free: the request waits at most ``queue_timeout``. After that, or if the queue is full: 429 with
   Retry-After.
 * The prefill engine fails or is late: it becomes unavailable and another one is tried. After that, the
-  decode engine computes the prompt, or pulls from another decode engine that has the conversation. If the prefill
-  engine does not serve the route (404, 405) or is full (429), the decode engine computes the prompt.
+  decode engine computes the prompt, or pulls from another decode engine that has the conversation.
+* The prefill engine answers 4xx: another one is tried, too, and the first stays available. It may lack a model, an
+  adapter, a parser or a length; or the client's request is at fault, and the decode engine says so.
+* The decode engine has no such model, adapter or path (403, 404, 405), or is full (429): the next one is tried, if it
+  is available. Otherwise the client gets that answer, as it gets any other 4xx of a decode engine.
 * An engine answers 5xx: another one is tried, too, and the first is probed, as it may be the request (vLLM answers 500
   if it cannot fetch a picture). If others serve what it answers so, and it nothing, it becomes unavailable.
-* An engine answers another 4xx: the client gets that answer.
 * The decode engine fails, is late or answers 5xx before the client got a byte: the next one gets the same params. If
   the first already pulled the export, the next one computes. The first may have started the request, but closing its
   connection aborts that and none of its output was forwarded.
@@ -56,6 +58,8 @@ logger = get_logger(__name__)
 
 # In a chat's first event, which has nothing else. Within a text its quotes have backslashes.
 _ROLE = b'"delta":{"role":'
+# Another engine may have the model, the adapter or the path, whatever the request asks for.
+_LACKS = (403, 404, 405)
 
 
 class StreamRefused(EngineFailure):
@@ -67,11 +71,9 @@ class StreamRefused(EngineFailure):
 
 
 class Prefill(enum.Enum):
-    """How a prefill ended. DECLINED: with 4xx; the decode engine may have a parser, route or length that this one has
-    not, or refuses it too. LOST: perhaps with its engine, which may have begun it."""
+    """How a prefill ended. FAILED: its engine has not begun it, or refuses it. LOST: it may have begun it."""
 
     DONE = enum.auto()
-    DECLINED = enum.auto()
     FAILED = enum.auto()
     LOST = enum.auto()
 
@@ -98,7 +100,7 @@ class Generation(EngineRequest):
         self._decode_engine: Engine | None = None
         self._decode_source: Source | None = None  # the endpoint that the decode engine's answer names
         self._attempts = 0
-        self._suspects: list[Engine] = []  # they answered 5xx, and no other engine has served the request yet
+        self._refusals: dict[Engine, int] = {}  # status 4xx or 5xx, while no other engine has served the request
         self._prefill_by: float | None = None  # deadline of all its prefills, once the first has begun
         self._prefill_seconds: float | None = None
 
@@ -131,14 +133,17 @@ class Generation(EngineRequest):
             export = self._prefill_params.export if self._prefill_params is not None else None
             if export is not None and self._decode_engine is None:
                 core.releaser.schedule(export)
-            for engine in self._suspects:
-                engine.check()
+            for engine, status in self._refusals.items():
+                if status >= 500:
+                    engine.check()
 
     async def _run(self, prefill: EngineSlot | None, decode: EngineSlot) -> Answer:
         """The prefill, if there is one, then the decode request."""
         if prefill is not None:
             await self._prefill(prefill)
             prefill.release()
+            if self._prefill_params is None:
+                decode.move(decode.engine, self._core.router.policy.expect(self._prompt)(decode.engine).uncached)
         return await self._decode(decode)
 
     # -- engine slots ----------------------------------------------------------------------------------------------
@@ -166,10 +171,9 @@ class Generation(EngineRequest):
         while True:
             engine = slot.engine
             tried = (*tried, engine)
-            if engine.usable and engine not in self._suspects and time.monotonic() < deadline:
-                if await self._prefill_at(engine, body, deadline) not in (Prefill.FAILED, Prefill.LOST):
+            if engine.usable and engine not in self._refusals and time.monotonic() < deadline:
+                if await self._prefill_at(engine, body, deadline) is Prefill.DONE:
                     return
-                self._core.count("prefill_failures")
             # Else it failed or was removed while this request waited for its decode slot.
             if len(tried) >= self._config.max_prefill_attempts or time.monotonic() >= deadline:
                 return
@@ -203,13 +207,12 @@ class Generation(EngineRequest):
             logger.warning("kvtier: proxy: the answer to a prefill cannot be had (%s); its KV is not pulled", failure)
             return Prefill.DONE
         except EngineFailure as failure:
+            self._core.count("prefill_failures")
             engine.mark_unavailable(str(failure), may_have_restarted=not failure.lives)
-            return Prefill.FAILED if failure.unreached else Prefill.LOST
-        if 400 <= reply.status < 500:
-            self._core.count("prefill_declined")
-            return Prefill.DECLINED
+            return Prefill.FAILED if failure.unreached or failure.lives else Prefill.LOST
         if reply.status != 200:
-            self._suspects.append(engine)
+            self._core.count("prefill_declined" if reply.status < 500 else "prefill_failures")
+            self._refusals[engine] = reply.status
             return Prefill.FAILED
         engine.succeeded()
         self._prefill_engine = engine
@@ -229,15 +232,19 @@ class Generation(EngineRequest):
         """``last_error``: the answer of an engine that was tried already."""
         left = self._config.max_decode_attempts - self._attempts  # one may have been sent beside the prefill
         for engine in self._decode_order(slot.engine)[: max(0, left)]:
+            if last_error is not None and last_error.status < 500 and (not engine.healthy or engine in self._refusals):
+                break  # an unavailable engine may hang, and the client's request may be at fault
             if self._attempts:
                 self._core.count("decode_retries")
                 self._core.metrics.retried("decode")
-            slot.move(engine, 0)
+            slot.move(engine, slot.tokens)
             served, answer = await self._decode_at(engine, slot, self._decode_params(engine))
             if served and answer is not None:
                 return answer
-            last_error = answer or last_error
-        self._core.count("refused")
+            if answer is not None and (last_error is None or answer.status < 500):
+                last_error = answer
+        if last_error is None or last_error.status not in _LACKS:
+            self._core.count("refused")
         return last_error or unavailable("No decode engine could answer; the request can be sent again.")
 
     async def _decode_at(
@@ -269,14 +276,13 @@ class Generation(EngineRequest):
         except AnswerTooLarge as failure:
             return True, self._answer_too_large(failure)
         except StreamRefused as failure:
-            self._suspects.append(engine)
+            self._refusals[engine] = failure.answer.status
             return False, failure.answer
         except EngineFailure as failure:
             engine.mark_unavailable(str(failure), may_have_restarted=not failure.lives)
             return False, None
-        if reply.status == 429 or reply.status >= 500:
-            if reply.status >= 500:
-                self._suspects.append(engine)
+        if reply.status in (*_LACKS, 429) or reply.status >= 500:
+            self._refusals[engine] = reply.status
             return False, forwarded(reply, document)
         if reply.status != 200:
             return True, forwarded(reply, document)
@@ -287,8 +293,7 @@ class Generation(EngineRequest):
         """The engine of the slot unless it has become unavailable, then the others, those with free slots first."""
         prefilled = self._prefill_params is not None
         ranked = self._core.router.rank_decode(self._prompt, self._route, prefilled)
-        failed = self._suspects
-        ranked.sort(key=lambda e: (not e.healthy or e in failed, e is not chosen, e.full))
+        ranked.sort(key=lambda e: (not e.healthy or e in self._refusals, e is not chosen, e.full))
         return ranked or [chosen]
 
     def _decode_params(self, engine: Engine) -> msgspec.Raw | dict[str, Any]:
@@ -301,10 +306,10 @@ class Generation(EngineRequest):
     def _note_decode(self, engine: Engine) -> None:
         """Record the engine that serves the request as the conversation's latest."""
         engine.succeeded()
-        for suspect in self._suspects:
-            if suspect is not engine:
-                suspect.erred()
-        self._suspects.clear()
+        for other, status in self._refusals.items():
+            if other is not engine:
+                other.refused(status)
+        self._refusals.clear()
         self._decode_engine = engine
         self._trace |= {"decode": engine.url, "attempts": self._attempts}
         if self._prefill_params is None:

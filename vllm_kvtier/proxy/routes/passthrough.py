@@ -217,7 +217,7 @@ class Passthrough(EngineRequest):
         for attempt, engine in enumerate(self._candidates(slot.engine)[: self._config.max_decode_attempts]):
             if attempt:
                 self._core.metrics.retried(engine.role)
-            slot.move(engine, 0)
+            slot.move(engine, slot.tokens)
             try:
                 answer = await self._ask_one(engine, slot, body)
             except AnswerTooLarge as failure:

@@ -1,0 +1,146 @@
+"""What one engine refuses with 4xx, another may serve: engines may differ in models, adapters, parsers and lengths."""
+
+import asyncio
+
+import pytest
+from proxy_fakes import Cluster, alone, turn
+from test_proxy_following import both_asked, following
+
+
+def preferred(c, role):
+    """The first engine of a role, which the router takes before the others."""
+    for engine in getattr(c.core, role)[1:]:
+        engine.weighted_picks = 1e9
+    return getattr(c, role[0])[0], getattr(c.core, role)[0]
+
+
+def logged(caplog):
+    return caplog.text.count("to a request that another engine served")
+
+
+@pytest.mark.parametrize("status", [400, 404, 429])
+async def test_prompt_that_a_prefill_engine_refuses_is_prefilled_by_another(status, caplog):
+    async with Cluster(p=2) as c:
+        fake, engine = preferred(c, "prefill")
+        fake.status = status
+        for n in range(3):
+            assert (await c.chat(f"u{n}")).status_code == 200
+            export = c.d[0].seen[n].body["kv_transfer_params"]["kvtier"]["export"]
+            assert export.startswith("secret-export-P1") and len(fake.seen) == n + 1
+        assert engine.healthy and not engine.failures and not engine.instance
+        counts = c.core.state()["counts"]
+        assert counts["prefill_declined"] == 3 and "prefill_failures" not in counts
+        assert logged(caplog) == (status != 429), "one line for an engine"
+
+
+async def test_prompt_that_prefill_engines_refuse_is_decoded_alone():
+    async with Cluster(p=3) as c:
+        for engine in c.p:
+            engine.status = 400
+        assert (await c.chat("u1")).status_code == 200 and alone(c.d[0].seen[0])
+        assert sum(len(engine.seen) for engine in c.p) == 2, "max_prefill_attempts"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("status", [403, 404, 405])
+async def test_request_that_a_decode_engine_has_no_model_for_goes_to_another(status, stream, caplog):
+    async with Cluster(d=2) as c:
+        fake, engine = preferred(c, "decode")
+        fake.status = status
+        replies = await asyncio.gather(*(c.chat(f"u{n}", stream=stream) for n in range(12)))
+        assert {reply.status_code for reply in replies} == {200} and len(c.d[1].seen) == 12
+        assert all("export" in seen.body["kv_transfer_params"]["kvtier"] for seen in c.d[1].seen)
+        assert engine.healthy and not engine.failures and logged(caplog) == bool(fake.seen) == 1
+
+
+@pytest.mark.parametrize("status, prefills, decodes", [(400, 2, 1), (422, 2, 1), (404, 2, 3)])
+async def test_bad_request_is_sent_to_few_engines_and_counts_as_no_failure(status, prefills, decodes, caplog):
+    async with Cluster(p=4, d=4) as c:
+        for engine in (*c.p, *c.d):
+            engine.status = status
+        reply = await c.chat("u1")
+        assert reply.status_code == status and f"says {status}" in reply.json()["error"]["message"]
+        assert sum(len(engine.seen) for engine in c.p) == prefills
+        assert sum(len(engine.seen) for engine in c.d) == decodes
+        assert all(each.healthy and not each.failures and each._prober is None for each in c.core.fleet)
+        assert not {"refused", "prefill_failures"} & set(c.core.state()["counts"]) and not logged(caplog)
+
+
+@pytest.mark.parametrize("others", ["fail", "answer 500"])
+async def test_client_error_stays_one_if_other_engines_fail(others):
+    async with Cluster(p=0, d=2) as c:
+        preferred(c, "decode")[0].status = 404
+        if others == "fail":
+            await c.d[1].kill()
+        else:
+            c.d[1].status = 500
+        assert (await c.chat("u1")).status_code == 404
+
+
+@pytest.mark.parametrize("status", [404, 429])
+async def test_client_error_does_not_wait_for_an_unavailable_engine(status):
+    async with Cluster(p=0, d=2, backoff_initial=60, backoff_max=60) as c:
+        c.core.decode[1].mark_unavailable("It hangs.")
+        c.d[0].status, c.d[1].hold = status, asyncio.Event()
+        assert (await c.chat("u1")).status_code == status and not c.d[1].seen
+
+
+async def test_followed_prefill_that_is_refused_is_tried_at_another_engine():
+    async with following(p=2) as c:
+        asked = asyncio.create_task(c.chat("hello"))
+        to_d = await c.d[0].until_seen(1)
+        refusing, other = sorted(c.p, key=lambda engine: not engine.seen)
+        other.hold, refusing.status = None, 400
+        refusing.hold.set()
+        await asyncio.wait_for(to_d.aborted.wait(), 10)
+        c.d[0].hold.set()
+        assert (await asked).status_code == 200 and len(refusing.seen) == len(other.seen) == 1
+        export = c.d[0].seen[1].body["kv_transfer_params"]["kvtier"]["export"]
+        assert export.startswith(f"secret-export-{other.name}")
+
+
+async def test_decode_engine_that_refused_beside_the_prefill_is_not_asked_again():
+    async with following(d=2, max_decode_attempts=2) as c:
+        asked = asyncio.create_task(c.chat("hello"))
+        await c.p[0].until_seen(1)
+        await c.until(lambda: any(engine.seen for engine in c.d))
+        refusing, other = sorted(c.d, key=lambda engine: not engine.seen)
+        refusing.status, other.hold = 404, None
+        refusing.hold.set()
+        c.p[0].hold.set()
+        assert (await asked).status_code == 200 and len(refusing.seen) == len(other.seen) == 1
+
+
+async def test_followed_prefill_that_is_aborted_cancels_decode_request():
+    """An engine that is shut down with --shutdown-timeout answers 200, and the decode engine would wait for its KV."""
+    async with following() as c:
+        asked = asyncio.create_task(c.chat("hello"))
+        _, to_d = await both_asked(c)
+        c.p[0].ends = True
+        c.p[0].hold.set()
+        await asyncio.wait_for(to_d.aborted.wait(), 5)
+        c.d[0].hold.set()
+        assert (await asked).status_code == 200 and len(c.d[0].seen) == 2
+        assert "export" not in c.d[0].seen[1].body["kv_transfer_params"]["kvtier"], "it computes the prompt"
+
+
+@pytest.mark.parametrize("path, d, how", [
+    ("/v1/chat/completions", 1, "refuses"), ("/v1/chat/completions", 1, "fails"),
+    ("/v1/chat/completions", 2, "fails"), ("/v1/messages", 2, "fails"),
+])  # fmt: skip
+async def test_prompt_that_another_engine_did_not_compute_counts_at_the_decode_engine(path, d, how):
+    """``d`` is 2: the first decode engine fails, otherwise the prefill engine does."""
+    async with Cluster(p=2 - d, d=d) as c:
+        first = preferred(c, "prefill" if d == 1 else "decode")[0]
+        if how == "fails":
+            await first.kill()
+        else:
+            first.status = 400
+        fake, engine = c.d[-1], c.core.decode[-1]
+        fake.hold = asyncio.Event()
+        asked = asyncio.create_task(c.client.post(path, json=turn("word " * 2000)))
+        await c.until(lambda: fake.seen or fake.passed)
+        assert engine.tokens > 2000
+        fake.hold.set()
+        assert (await asked).status_code == 200
+        assert not any(each.tokens or each.outstanding for each in c.core.fleet)
