@@ -86,7 +86,8 @@ class Cluster:
         folders = [args.logs / f"{kind}-{node}" for node in range(2)]
         for folder in folders:
             folder.mkdir(parents=True, exist_ok=True)
-        self.stores = [Store(folder, net.before(node), {"UCX_TLS": "tcp"}) for node, folder in enumerate(folders)]
+        tcp = {"UCX_TLS": "tcp,cuda_copy" if args.gpus else "tcp"}  # beside GPUs NIXL refuses "tcp"
+        self.stores = [Store(folder, net.before(node), tcp) for node, folder in enumerate(folders)]
         self.engines = [self._engine(node, model, int(PROMPTS * longest), args) for node in range(2)]
 
     def _engine(self, node: int, model: Path, tokens: int, args: argparse.Namespace) -> tiers.Peer:

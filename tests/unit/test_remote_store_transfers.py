@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -203,3 +204,16 @@ def test_remote_transfers_of_peer_that_came_back_are_not_cut_by_its_earlier_end(
     r.reads.poll()
     r.reads.poll()
     assert ("remove", "peer") not in r.log
+
+
+@pytest.mark.parametrize(("transports", "named"), [("tcp", True), ("tcp,cuda_copy", False), ("", False)])
+def test_refused_ucx_backend_names_a_setting_that_nixl_refuses_beside_gpus(monkeypatch, transports, named):
+    def refuse(*_):
+        raise RuntimeError("NIXL_ERR_BACKEND")
+
+    monkeypatch.setenv("UCX_TLS", transports)
+    agent = SimpleNamespace(create_backend=refuse)
+    api = SimpleNamespace(nixl_agent=lambda *_: agent, nixl_agent_config=lambda **_: None)
+    with pytest.raises(KVTierError, match="NIXL_ERR_BACKEND") as caught:
+        Registered(None, "a", Kind(load=lambda: api))
+    assert ("cuda_copy in UCX_TLS=tcp" in str(caught.value)) == named

@@ -98,7 +98,11 @@ class Registered:
         try:
             self._agent.create_backend("UCX", {})
         except Exception as error:  # NIXL's own classes, or KeyError
-            raise KVTierError(f"NIXL's UCX backend, needed between nodes, is not usable: {_text(error)}") from error
+            set_to = os.environ.get("UCX_TLS", "")
+            hint = f"; beside GPUs NIXL wants cuda_copy in UCX_TLS={set_to}" if set_to and "cuda" not in set_to else ""
+            raise KVTierError(
+                f"NIXL's UCX backend, needed between nodes, is not usable: {_text(error)}{hint}"
+            ) from error
         self._registrations: dict[int, Any] = {}  # by piece
         self._metadata = b""
         self.generation = 0
