@@ -52,13 +52,14 @@ def load_context(
         "groups": groups, "full_groups": [0], "world_size": 1, "engine_id": "engine", "release": "1",
         "supports_partial_prefix": True, "unsupported": None, "hash_lookahead": 0, "step_tokens": 0,
         "whole_blocks": False, "speculates": False, "states_within_steps": False, "prefix_caching": True,
+        "draft_lookahead": 0,
         "hash_function": lambda: get_hash_fn_by_name("sha256_cbor"), "in_flight": InFlight(), **dict(info),
     }  # fmt: skip
     return LoadContext(
         EngineContext(
             config or KVTierConfig(),
             SimpleNamespace(**facts),
-            BlockGeometry(groups, hash_block_size, facts["whole_blocks"], 0, facts["in_flight"]),
+            BlockGeometry(groups, hash_block_size, facts["whole_blocks"], facts["draft_lookahead"], facts["in_flight"]),
             pool
             or SimpleNamespace(
                 free_count=lambda: 1 << 60, cached_about=lambda *_: 0, is_unused=lambda pinned: pinned == ALL_BLOCKS,

@@ -14,6 +14,7 @@ import vllm_kvtier
 from vllm_kvtier import cache_kinds
 from vllm_kvtier.cache_kinds import KINDS, CacheGroup
 from vllm_kvtier.scheduler.context import BlockGeometry
+from vllm_kvtier.store.index.types import GroupShape
 from vllm_kvtier.vllm_compat.layout.groups import cache_group
 
 PACKAGE = Path(vllm_kvtier.__file__).parent
@@ -75,21 +76,25 @@ def test_draft_layers_kv_that_depends_on_other_tokens_is_computed_again(window):
     assert behind_states.usable_tokens(48, 50) == 48, "behind a state no token can be computed again"
 
 
+@pytest.mark.parametrize("whole_blocks", [False, True])
 @pytest.mark.parametrize("modules", [1, 2, 3, 4])
-def test_stored_window_suffices_for_chained_draft_modules(modules):
+def test_stored_window_suffices_for_chained_draft_modules(modules, whole_blocks):
     """vLLM keeps a token more before a window for each draft module behind the first, and a connector must fill what
-    it gives a request. Of a hit the draft modules' last positions are computed again."""
+    it gives a request. Of a hit the draft modules' last positions are computed again, or the block that they are in."""
     sizes = {"block_size": 16, "num_kv_heads": 1, "head_size": 64, "dtype": torch.bfloat16}
     windows = kv_cache_interface.SlidingWindowSpec(**sizes, sliding_window=128, extra_retained_tokens=modules - 1)
     whole = kv_cache_interface.FullAttentionSpec(**sizes)
     groups = [cache_group(kv_cache_interface.KVCacheGroupSpec([], spec)) for spec in (whole, windows)]
-    geometry = BlockGeometry(groups, 16, draft_lookahead=modules)
+    geometry = BlockGeometry(groups, 16, whole_blocks, modules)
+    group = geometry.groups[1]
+    stored = GroupShape(1, 1, group.stored_window, group.kind.stored_as)
     manager = SimpleNamespace(sliding_window=128, extra_retained_tokens=modules - 1)
-    for hit in range(16, 800, 16):
+    for hit in range(16, 800, 16 if whole_blocks else 1):
         tokens = geometry.usable_tokens(hit, 1000)
-        given = MANAGERS["sliding"].get_num_skipped_tokens(manager, tokens) // 16
-        assert groups[1].num_skipped_blocks(tokens) == given, "which blocks vLLM gives"
-        assert groups[1].first_needed_block(hit) <= given, "a store's hit has them"
+        given = max(0, MANAGERS["sliding"].get_num_skipped_tokens(manager, tokens) // 16)
+        assert group.num_skipped_blocks(tokens) == given, "which blocks vLLM gives"
+        assert group.first_needed_block(hit) == given, "what other engines lease and export has them"
+        assert hit % 16 or stored.first_block(16, 0, hit // 16) == given, "a store's hit has them"
 
 
 def test_cache_kinds_are_found_by_specification_and_layer_type():

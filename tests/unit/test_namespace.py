@@ -30,6 +30,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 from vllm_kvtier import fingerprint
 from vllm_kvtier.devtools.engines import Engine, kvtier
 from vllm_kvtier.fingerprint import model_folder, of_files
+from vllm_kvtier.scheduler.context import BlockGeometry
 from vllm_kvtier.scheduler.sources.slot_layout import plan_slots
 from vllm_kvtier.vllm_compat import namespace as ns
 from vllm_kvtier.vllm_compat import options
@@ -733,6 +734,16 @@ def test_plan_slots_namespace_depends_on_vllm_release():
         for release in ("0.32.0", "0.32.0", "0.33.0")
     }
     assert len(bases) == 2
+
+
+def test_plan_slots_namespace_depends_on_window_that_is_stored():
+    """The groups of a namespace have one shape: an engine with another would lose its connection to the store."""
+    plans = []
+    for ahead, whole_blocks in ((0, False), (1, False), (1, True)):
+        groups = BlockGeometry(cache_groups([(16, None), (16, 32)]), 16, whole_blocks, ahead).groups
+        plans.append(plan_slots(NAMESPACE, {0: described(0, groups, [0, 0])}, "raw", groups, 16, "0.32.0"))
+    assert [plan.shapes[1].window for plan in plans] == [32, 32, 47]
+    assert plans[0].base == plans[1].base != plans[2].base
 
 
 def test_engine_helper_sets_model_fingerprint_of_dummy_weights(tmp_path):

@@ -4,6 +4,7 @@ verification."""
 from types import SimpleNamespace
 
 import pytest
+from cache_groups import cache_groups
 from source_fakes import bare_identity
 from support import make_request
 from test_connector_scheduler import half as bare  # noqa: F401
@@ -247,7 +248,7 @@ def ordered(sync_load, t):
     from vllm_kvtier.scheduler.sources import job_builder
 
     make_order = job_builder.peer_fetch_job if t.hit.mapped else job_builder.load_job
-    geometry = BlockGeometry([(HASH_BLOCK_SIZE, None)], HASH_BLOCK_SIZE)
+    geometry = BlockGeometry(cache_groups([(HASH_BLOCK_SIZE, None)]), HASH_BLOCK_SIZE)
     t.job = make_order(t, geometry, ContentKeys(1), ([11, 12, 13, 14, 15],), 16, 60.0)
     t.num_external_tokens = 16
     sync_load.begin(t, t.job)

@@ -47,6 +47,8 @@ class CacheKind(ABC):
     of a request. A group's blocks are of one size; block i of a request holds tokens [i * size, (i + 1) * size)."""
 
     window: int | None = None
+    # The most tokens at a prefix's end that its reader computes again; see ``BlockGeometry.recomputed_tokens``.
+    recomputed: int = 1
 
     # In options, messages and digests of layouts.
     name: ClassVar[str]
@@ -85,8 +87,14 @@ class CacheKind(ABC):
         return None
 
     def first_needed(self, tokens: int) -> int:
-        """The first position that a reader of ``tokens`` tokens needs; it may compute the last of them again."""
-        return self.num_skipped_tokens(max(0, tokens - 1))
+        """The first position that a reader of ``tokens`` tokens needs; it may compute the last ``recomputed`` of them
+        again."""
+        return self.num_skipped_tokens(max(0, tokens - self.recomputed))
+
+    @property
+    def stored_window(self) -> int | None:
+        """The window with which a kind that computes one token again has this ``first_needed``."""
+        return self.window
 
     def taken_blocks(self, num_blocks: int, block_tokens: int, in_flight: InFlight) -> int:
         """The most blocks that a request takes at once for tokens of ``num_blocks`` blocks, of ``block_tokens`` each.
@@ -135,6 +143,12 @@ class CacheGroup(NamedTuple):
     def first_needed_block(self, tokens: int) -> int:
         """See ``CacheKind.first_needed``."""
         return self.kind.first_needed(tokens) // self.block_tokens
+
+    @property
+    def stored_window(self) -> int | None:
+        """The window that stores know: the kind's own if it needs the same blocks of prefixes that end with a block."""
+        own, stored = self.kind.window, self.kind.stored_window
+        return stored if own and stored and self.num_blocks(own) < self.num_blocks(stored) else own
 
     def first_own_block(self, computed: int) -> int:
         """The first block that certainly belongs to a request in a step that begins at token ``computed``: another

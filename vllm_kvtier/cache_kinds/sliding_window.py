@@ -18,6 +18,11 @@ class SlidingWindow(CacheKind):
         assert self.window is not None
         return max(0, computed - self.window + 1)
 
+    @property
+    def stored_window(self) -> int:
+        assert self.window is not None
+        return self.window + self.recomputed - 1
+
     def held_tokens(self) -> int | None:
         return self.window
 

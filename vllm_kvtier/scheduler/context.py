@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # what reads one of these objects needs not import vLLM for t
 @dataclass(frozen=True)
 class BlockGeometry:
     """``hash_block_size``: tokens that a block hash covers. ``whole_blocks``: KV is complete only at multiples of
-    ``alignment`` (see ``vllm_compat.layout.groups``)."""
+    ``alignment`` (see ``vllm_compat.layout.groups``). The kinds of ``groups`` get their ``recomputed`` here."""
 
     groups: list[CacheGroup]
     hash_block_size: int
@@ -40,10 +40,22 @@ class BlockGeometry:
     draft_lookahead: int = 0  # see EngineInfo
     in_flight: InFlight = UNKNOWN_IN_FLIGHT
 
+    def __post_init__(self) -> None:
+        kinds = [replace(kind, recomputed=self.recomputed_tokens) for _, kind in self.groups]
+        groups = [CacheGroup(size, kind) for (size, _), kind in zip(self.groups, kinds, strict=True)]
+        object.__setattr__(self, "groups", groups)
+
     @cached_property
     def alignment(self) -> int:
         """Tokens in which prefixes match: every group's blocks end there."""
         return math.lcm(self.hash_block_size, *(size for size, _ in self.groups))
+
+    @cached_property
+    def recomputed_tokens(self) -> int:
+        """The most tokens at a hit's end that ``usable_tokens`` leaves out. Before the rest a window begins earlier:
+        stores, leases and exports of a prefix have those blocks, too."""
+        ahead = self.draft_lookahead if self.by_position else 0
+        return max(1, -(-ahead // self.alignment) * self.alignment if self.whole_blocks else ahead)
 
     def usable_tokens(self, tokens: int, prompt: int) -> int:
         """As ``CacheKind.usable_tokens``, for all groups. The last tokens are computed again if KV of draft layers may

@@ -60,7 +60,7 @@ class Explainer:
         engine = context.engine
         self._config, self._info, self._pool, self._exports = engine.config, engine.info, engine.pool, exports
         self._store, self._planner, self._on_engine = store, context.planner, on_engine
-        self._bytes_for = engine.identity.bytes_for
+        self._bytes_for, self._groups = engine.identity.bytes_for, engine.geometry.groups
 
     def ask(self, question: m.Explain, answer: Answer) -> None:
         hash_block_size = self._pool.hash_block_size
@@ -95,7 +95,7 @@ class Explainer:
             gpu_cache=cached, exported=self._exports.longest_prefix(block_hashes, lora_fingerprint), stored=stored,
             store=self._store.instance if self._store is not None else "",
             store_seconds=there.seconds, history_seconds=there.known,
-            spans=spans_in_tokens(there.spans, self._info.groups, tokens),
+            spans=spans_in_tokens(there.spans, self._groups, tokens),
             tiers=[tier_source(tier, hash_block_size) for tier in there.tiers],
             peers=peers, load_decisions=self._load_decisions(cached, stored, peers, tokens),
             pull_threshold=self._config.pull_threshold,

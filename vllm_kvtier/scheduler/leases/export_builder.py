@@ -361,7 +361,7 @@ class ExportBuilder:
 
     def _keep_freed(self, request: Any, g: int, ids: list[int], tokens: int) -> None:
         """Add blocks that vLLM has just freed, because the next token does not read them, if its prefix cache still has
-        them. A reader needs them that continues from the last whole block, or computes a prompt's last token again."""
+        them. A reader needs them that continues from the last whole block, or computes the last tokens again."""
         size = self._groups[g][0]
         for position in range(self._groups[g].first_needed_block(tokens), tokens // size):
             if ids[position]:

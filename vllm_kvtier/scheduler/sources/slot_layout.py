@@ -108,11 +108,13 @@ def plan_slots(
     digest = hashlib.blake2b(m.encode(namespace) + release.encode(), digest_size=32)
     for rank, theirs in zip(ranks, layouts, strict=True):
         digest.update(layout_digest(rank.groups, theirs) + repr(rank.shards).encode())
+    if widened := [group.stored_window for group in groups if group.stored_window != group.kind.window]:
+        digest.update(repr(widened).encode())  # a namespace's groups have one shape, whatever version stored there
     homes = list(dict.fromkeys(rank.node if by_node else "" for rank in ranks))
     plan = SlotPlan(digest.digest(), codecs, [[] for _ in ranks], [[] for _ in ranks])
     plan.nodes = [homes.index(rank.node if by_node else "") for rank in ranks]
     plan.node_shapes = [[] for _ in homes]
-    for g, (size, kind) in enumerate(groups):
+    for g, group in enumerate(groups):
         # node -> shards -> (bytes, the rank that writes them)
         nodes: list[dict[Any, tuple[int, int]]] = [{} for _ in homes]
         logical: dict[Any, int] = {}
@@ -127,7 +129,9 @@ def plan_slots(
                     plan.offsets[n].append(at[rank.shards[g]])
                     plan.writes[n].append(parts[rank.shards[g]][1] == rank.rank)
             shapes.append(
-                GroupShape(size // hash_block_size, slot_pages=layout.pages, window=kind.window, kind=kind.stored_as)
+                GroupShape(
+                    group.block_tokens // hash_block_size, layout.pages, group.stored_window, group.kind.stored_as
+                )
             )
         plan.part_bytes.append(max(nbytes for parts in nodes for nbytes, _ in parts.values()))
         plan.logical.append(sum(logical.values()))

@@ -89,7 +89,7 @@ class StoreSource(KVSource):
         ``codec``: the option's value as ``choice.resolve`` returned it. Raises ValueError for blocks that fit no slot.
         """
         plan = plan_slots(
-            namespace, described, codec, self._info.groups, self._hash_block_size, self._info.release,
+            namespace, described, codec, self._geometry.groups, self._hash_block_size, self._info.release,
             self.slots_by_node,
         )  # fmt: skip
         self._plan, self._namespace_ids.base = plan, plan.base
