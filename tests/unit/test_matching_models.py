@@ -96,6 +96,18 @@ def test_matching_with_windows_computes_the_last_token(length):
     assert whole.valid.tolist() == [HASH_BLOCK_SIZE] * (len(full) - 1) + [last]
 
 
+def test_matching_counts_hits_without_blocks_that_are_needed():
+    """Of a peer by other rules, which leases from the window's beginning before the hit's end on."""
+    groups = [(HASH_BLOCK_SIZE, None), (HASH_BLOCK_SIZE, 6)]
+    made, peers = _matcher(groups, draft_lookahead=1, whole_blocks=True)
+    request = make_request("r", list(range(22)), HASH_BLOCK_SIZE, HANDOFF)
+    assert made.match(request, 0) == (None, False)
+    peers.grant(20)
+    assert peers.asked[-1].outcome.blocks[1] == [1, 2, 3, 4, 5]
+    peers.asked[-1].outcome.blocks[1][:3] = [0, 0, 0]
+    assert made.match(request, 0) == (0, False) and made.get("r").miss_reason == "incomplete_hit"
+
+
 def test_matching_without_windows_reads_whole_prompt():
     made, peers = _matcher([(HASH_BLOCK_SIZE, None)])
     request = make_request("r", list(range(18)), HASH_BLOCK_SIZE, HANDOFF)

@@ -113,7 +113,7 @@ _DECLINED = (
     "load_slower_than_compute", "store_has_as_much", "store_unavailable", "not_in_store", "lease_held_too_long",
     "local_prefix_evicted", "timeout", "unreachable", "idle", "malformed", "refused", "layout", "namespace_mismatch",
     "peer_restarted", "peer_starting", "unknown_export", "digest_mismatch", "no_matching_blocks",
-    "checksums_not_ready", "peer_busy", "prompt_too_long", "exceeds_kv_cache",
+    "checksums_not_ready", "peer_busy", "prompt_too_long", "exceeds_kv_cache", "incomplete_hit",
 )  # fmt: skip
 # All values of the label ``kind``, in snake_case. A name that is not here has no label, or a codec or a place as label.
 KINDS: dict[str, tuple[str, ...]] = {

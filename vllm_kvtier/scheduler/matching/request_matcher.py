@@ -191,7 +191,7 @@ class RequestMatcher:
                         return 0, False
                     if gain:
                         return gain, True
-                    self._source_selector.decline(state)
+                    self._source_selector.decline(state, self._load_or_recompute.is_complete(state))
                     return 0, False
                 case _:
                     return 0, False

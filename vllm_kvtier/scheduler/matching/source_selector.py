@@ -173,12 +173,15 @@ class SourceSelector:
         state.life.fire(Event.MISS)
         state.pending = None
 
-    def decline(self, state: RequestState) -> None:
+    def decline(self, state: RequestState, complete: bool = True) -> None:
+        """``complete``: see ``LoadOrRecompute.is_complete``."""
         hit = state.taken_hit
-        if hit.source.cost_key and hit.tokens > state.num_computed_tokens:
-            reason = "load_slower_than_compute"
+        if hit.tokens <= state.num_computed_tokens:
+            reason = "local_cache_hit"
+        elif not complete:
+            reason = "incomplete_hit"
         else:
-            reason = "local_cache_hit" if hit.tokens <= state.num_computed_tokens else "below_threshold"
+            reason = "load_slower_than_compute" if hit.source.cost_key else "below_threshold"
         state.decline_lookup(self._counters, reason)
         self.advance(state, Event.DECLINE)
 

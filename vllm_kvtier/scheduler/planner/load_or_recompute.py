@@ -27,6 +27,10 @@ class LoadOrRecompute:
             return gain if gain > 0 and self._faster_than_compute(state, computed, tokens, alone) else 0
         return gain if gain >= max(1, self._config.pull_threshold) else 0
 
+    def is_complete(self, state: RequestState) -> bool:
+        """Whether ``state.hit`` has all blocks that its usable tokens need. What leased it may know other lengths."""
+        return self._has_needed(state, self._geometry.usable_tokens(state.taken_hit.tokens, state.request.num_tokens))
+
     def is_too_old(self, state: RequestState, now: float) -> bool:
         """Whether the lease of ``state.hit`` may end before its blocks are read. It may have been granted long before
         vLLM asked for the request."""
