@@ -156,6 +156,30 @@ def test_object_store_errors_are_translated(server, url, status, code, kind, wor
     assert trouble.kind is kind and words in str(trouble)
 
 
+@pytest.mark.parametrize(
+    "location, endpoint, url",
+    [
+        ("s3://metadata/identity", "http://minio:9000", "http://minio:9000/metadata/identity/.kvtier"),
+        ("s3://latest/meta-data", "http://minio:9000/", "http://minio:9000/latest/meta-data/.kvtier"),
+        ("s3://blocks", "http://169.254.20.10:9000", "http://169.254.20.10:9000/blocks/.kvtier"),
+        ("s3://blocks", "http://minio:9000", "http://minio:9000/blocks//sts.eu-west-1.amazonaws.com/.kvtier"),
+        ("s3://latest/meta-data", "", "https://s3.eu-west-1.amazonaws.com/latest/meta-data/.kvtier"),
+        ("s3://bucket/latest", "", "https://bucket.s3.amazonaws.com/latest/meta-data/.kvtier"),
+        ("gs://metadata/identity", "", "https://storage.googleapis.com/metadata/identity/.kvtier"),
+        ("az://metadata/identity", "", "https://account.blob.core.windows.net/metadata/identity/.kvtier"),
+    ],
+)
+def test_objects_whose_urls_look_like_those_for_credentials_are_absent(location, endpoint, url):
+    error = FileNotFoundError(f"Error performing GET {url} in 2ms - status code: 404 Not Found: ")
+    assert explain(error, parse_url(location), endpoint).kind is Kind.ABSENT
+
+
+def test_object_client_knows_its_endpoint_from_the_environment(server, monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint)
+    server.error(404, "NoSuchKey")
+    assert client_of("s3://metadata/identity", "").size("identity/.kvtier") is None
+
+
 @pytest.mark.parametrize("name", ["llm-meta-data/kv", "oauth2-cache/kv", "bucket/kv-meta-data", "sts.example/login"])
 @pytest.mark.parametrize("scheme", ["s3", "gs"])
 def test_names_with_words_of_credential_services_are_no_requests_for_credentials(server, scheme, name):
@@ -186,7 +210,16 @@ def test_requests_for_credentials_are_known_by_their_urls(url):
 def test_write_that_conflicts_with_another_one_has_failed(server, client):
     server.error(409, "OperationAborted")
     assert trouble_of(lambda: client.put("k", memoryview(b"x"))).kind is Kind.PASSING
-    assert not client.put("k", memoryview(b"x"), create=True)
+
+
+@pytest.mark.parametrize("code", ["OperationAborted", "ConditionalRequestConflict"])
+def test_object_that_another_write_may_create_is_not_there(server, client, code):
+    """That write may fail. An object that is there has other codes: 412 of S3 and Google, 409 of Azure."""
+    server.error(409, code)
+    assert trouble_of(lambda: client.put("k", memoryview(b"x"), create=True)).kind is Kind.PASSING
+    for status, name in ((412, "PreconditionFailed"), (409, "BlobAlreadyExists")):
+        server.error(status, name)
+        assert not client.put("k", memoryview(b"x"), create=True)
 
 
 def test_missing_object_without_list_permission_is_absent(server, client):

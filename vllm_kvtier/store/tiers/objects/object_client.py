@@ -18,7 +18,7 @@ try:
 except ImportError as error:
     raise ImportError(f"{error}; `pip install vllm-kvtier[object]`") from error
 
-from vllm_kvtier.store.tiers.objects.object_errors import explain
+from vllm_kvtier.store.tiers.objects.object_errors import explain, is_conflict
 from vllm_kvtier.store.tiers.objects.object_names import ObjectLocation
 from vllm_kvtier.store.tiers.request_pool import Kind, Trouble
 
@@ -50,6 +50,7 @@ class ObjectClient:
 
     def __init__(self, location: ObjectLocation, endpoint: str, region: str, timeout: float, transfer_seconds: float):
         self.location = location
+        self._endpoint = endpoint = endpoint or _endpoint_of(location)
         # Without the right to list the bucket, a missing object is reported as forbidden. ObjectProcess sets it.
         self.denied_is_absent = False
         # A rename does not need it, and not every file system has the links by which obstore does it.
@@ -106,8 +107,8 @@ class ObjectClient:
         def put() -> bool:
             try:
                 obstore.put(self._writer, key, data, mode=mode, use_multipart=parts, chunk_size=PART_BYTES)
-            except AlreadyExistsError:
-                if mode != "create":  # a conflict with another write
+            except AlreadyExistsError as error:
+                if mode != "create" or is_conflict(error):
                     raise
                 return False
             return True
@@ -150,8 +151,14 @@ class ObjectClient:
         except Trouble:
             raise
         except Exception as error:
-            trouble = explain(error, self.location)
+            trouble = explain(error, self.location, self._endpoint)
         raise trouble  # outside of ``except``, so that no traceback contains the original's text
+
+
+def _endpoint_of(location: ObjectLocation) -> str:
+    """As the environment has it; "": the service's own."""
+    _, *variables = _ENDPOINTS.get(location.scheme, ("",))
+    return next(filter(None, map(os.environ.get, variables)), "")
 
 
 def _open(location: ObjectLocation, endpoint: str, region: str, limits: dict[str, float], timeout: float) -> Any:
@@ -160,8 +167,7 @@ def _open(location: ObjectLocation, endpoint: str, region: str, limits: dict[str
         if not os.path.isdir(location.bucket):
             raise Trouble(f"there is no directory {location.bucket}; create it, below the file system's mount point")
         return stores.LocalStore(location.bucket)
-    name, *variables = _ENDPOINTS[location.scheme]
-    endpoint = endpoint or next(filter(None, map(os.environ.get, variables)), "")
+    name, *_ = _ENDPOINTS[location.scheme]
     plain = endpoint.startswith("http:")
     config: dict[str, Any] = {name: endpoint} if endpoint else {}
     provider = None

@@ -37,16 +37,24 @@ _ERRNOS = {
 _CODE = re.compile(r"<Code>([A-Za-z0-9.]{1,64})</Code>")
 _STATUS = re.compile(r"(?:status code: |\(code: )(\d{3})\b")
 _ERRNO = re.compile(r"\(os error (\d+)\)")
+_CONFLICTS = "ConditionalRequestConflict", "OperationAborted"  # of S3: with another write, which may fail
+_URL = re.compile(r"performing \w+ (\S+)")
 # By host, or the beginning of the path: buckets and prefixes may have any of these words in their names.
 _FOR_CREDENTIALS = re.compile(
-    r"token request|performing \w+ \S*?//(?:169\.254\.|\[fd00:ec2|metadata\.google\.|sts\.\S*?amazonaws\.|"
-    r"(?:oauth2|sts|iamcredentials)\.googleapis\.|login\.microsoftonline\.|[^/\s]+/(?:latest/(?:api/token|meta-data)|"
-    r"computeMetadata/|metadata/identity/|[^/\s]+/oauth2/v2\.0/token))"
+    r"\w+://(?:169\.254\.|\[fd00:ec2|metadata\.google\.|sts\.(?:[\w-]+\.)?amazonaws\.|"
+    r"(?:oauth2|sts|iamcredentials)\.googleapis\.|login\.microsoftonline\.|"
+    r"(?![^/]*\.(?:amazonaws|googleapis|windows)\.)[^/]+/(?:latest/(?:api/token|meta-data)|"
+    r"computeMetadata/|metadata/identity/|[^/]+/oauth2/v2\.0/token))"
 )
 
 
-def explain(error: Exception, location: ObjectLocation) -> Trouble:
-    """What an exception of obstore means."""
+def is_conflict(error: Exception) -> bool:
+    """Whether an object could not be created because another write of it was under way: it need not be there."""
+    return (match := _CODE.search(str(error))) is not None and match[1] in _CONFLICTS
+
+
+def explain(error: Exception, location: ObjectLocation, endpoint: str = "") -> Trouble:
+    """What an exception of obstore means. ``endpoint``: at which the objects are, if that is not the service's own."""
     text = str(error)
     if location.scheme == "file":
         return _of_file(error, text, location)
@@ -54,7 +62,7 @@ def explain(error: Exception, location: ObjectLocation) -> Trouble:
     status = int(match[1]) if (match := _STATUS.search(text)) else 0
     name = type(error).__name__
     unidentified = name == "UnauthenticatedError" or "ccount must be specified" in text
-    if _FOR_CREDENTIALS.search(text) or (unidentified and not status):
+    if _is_for_credentials(text, location, endpoint) or (unidentified and not status):
         missing = f"credentials for it were not found or cannot be used; {CREDENTIALS[location.scheme]}"
         return _trouble(location, missing, name, Kind.DENIED)
     if status:
@@ -74,6 +82,13 @@ def explain(error: Exception, location: ObjectLocation) -> Trouble:
     else:
         words = "the request failed"
     return _trouble(location, words, name, kind)
+
+
+def _is_for_credentials(text: str, location: ObjectLocation, endpoint: str) -> bool:
+    """Whether the request that failed was not for an object."""
+    objects = f"{endpoint.rstrip('/')}/{location.bucket}/"
+    urls = [url for url in _URL.findall(text) if not (endpoint and url.startswith(objects))]
+    return "token request" in text or any(map(_FOR_CREDENTIALS.match, urls))
 
 
 def _answered(location: ObjectLocation, code: str, status: int) -> Trouble:
