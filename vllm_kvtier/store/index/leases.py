@@ -22,18 +22,18 @@ class Client:
         self.hash_block_size = hash_block_size
         self.shapes = list(groups)
         self.leases: dict[int, Lease] = {}
-        self.reserved: dict[int, BlockEntry] = {}  # by slot
+        self.reserved: dict[int, tuple[float, BlockEntry]] = {}  # by slot: (deadline, block)
 
 
 class LeaseTable:
     """All leases with a deadline have the same duration, and so have all reservations: a queue in order of time is a
-    queue in order of deadline. An entry that ended early stays in its queue until it is first."""
+    queue in order of deadline. What ended early stays in its queue until it is first, without its blocks."""
 
     def __init__(self, clock: Callable[[], float], lease_seconds: float, reserve_seconds: float):
         self._clock, self._lease_seconds, self._reserve_seconds = clock, lease_seconds, reserve_seconds
         self.clients: dict[int, Client] = {}
         self._leases: deque[Lease] = deque()
-        self._reservations: deque[tuple[float, list[BlockEntry]]] = deque()
+        self._reservations: deque[tuple[float, int, list[int]]] = deque()  # (deadline, client, slots)
         self._last_lease = 0
 
     def connect(self, client: int, hash_block_size: int, groups: Sequence[GroupShape]) -> None:
@@ -68,14 +68,15 @@ class LeaseTable:
         return entries
 
     def reserve(self, client: int, entries: list[BlockEntry], forever: bool = False) -> None:
-        self.clients[client].reserved.update((entry.slot, entry) for entry in entries)
+        deadline = math.inf if forever else self._clock() + self._reserve_seconds
+        self.clients[client].reserved.update((entry.slot, (deadline, entry)) for entry in entries)
         if not forever:
-            self._reservations.append((self._clock() + self._reserve_seconds, entries))
+            self._reservations.append((deadline, client, [entry.slot for entry in entries]))
 
     def end_reservations(self, client: int, slots: Sequence[int]) -> list[BlockEntry]:
         """End the client's reservations of ``slots``. Returns their entries; other slots are ignored."""
         reserved = self.known(client).reserved
-        ended = [entry for slot in slots if (entry := reserved.pop(slot, None)) is not None]
+        ended = [held[1] for slot in slots if (held := reserved.pop(slot, None)) is not None]
         for entry in ended:
             entry.client = None
         return ended
@@ -91,10 +92,12 @@ class LeaseTable:
 
     def expired_reservations(self) -> list[BlockEntry]:
         """Entries reserved beyond their deadline; the caller ends the reservations."""
-        now = self._clock()
-        expired = []
+        now, expired = self._clock(), list[BlockEntry]()
         while self._reservations and self._reservations[0][0] <= now:
-            expired += [entry for entry in self._reservations.popleft()[1] if entry.client is not None]
+            _, client, slots = self._reservations.popleft()
+            known = self.clients.get(client)
+            held = [known.reserved[slot] for slot in slots if slot in known.reserved] if known is not None else []
+            expired += [entry for deadline, entry in held if deadline <= now]  # others have the slot anew
         return expired
 
     def next_deadline(self) -> float | None:
