@@ -290,7 +290,7 @@ async def _stored(c):
 
 @pytest.mark.parametrize("state", ["full", "unavailable", "drained"])
 async def test_stored_response_is_not_requested_from_another_engine(state):
-    async with Cluster(p=0, d=2, engine_requests=1, queue_timeout=0.05, backoff_initial=60, backoff_max=60) as c:
+    async with Cluster(p=0, d=2, engine_requests=1, queue_timeout=0.5, backoff_initial=60, backoff_max=60) as c:
         response, engine, other = await _stored(c)
         slot = EngineSlot(engine) if state == "full" else None
         if state == "unavailable":
