@@ -527,6 +527,24 @@ def test_loaded_request_behind_a_session_that_lacks_its_blocks_gives_them_back(m
     engine.end("session")
 
 
+@pytest.mark.parametrize("priority", [False, True])
+def test_two_loaded_requests_that_drafts_leave_no_block_for_go_on_one_by_one(make, priority):
+    """Up to 0.30 vLLM does not reserve blocks for drafts. Nothing but the two waits."""
+    engine = Sessions(make, priority)
+    engine.scheduler.num_lookahead_tokens = 4
+    first = engine.load(76, 8)
+    second = engine.life.add([3] * 44, 2)
+    world = engine.life.world
+    world.store(second, 40)
+    for i in range(40 // HASH_BLOCK_SIZE):
+        engine.life.content[world.stored[0, world.hash(second, 0, i)]] = [0] * HASH_BLOCK_SIZE
+    engine.steps(3)
+    engine.loads_end = True
+    engine.steps(80)
+    assert first.is_finished() and second.is_finished()
+    engine.end()
+
+
 def until_hurried(life, others=()):
     """A request whose load the step waits for that has just been scheduled, beside ``others``."""
     for tokens, count in others:
