@@ -6,7 +6,6 @@ milliseconds for a source that answers soon, and when vLLM resets its prefix cac
 """
 
 import functools
-import itertools
 import sys
 import time
 from collections.abc import Sequence
@@ -198,7 +197,7 @@ class KVTierConnectorScheduler(SchedulerParts):
         if not queues or scheduler is None or scheduler.running or self._engine.paused_scheduler is not None:
             return
         if State.LOADING not in self._matcher.states():
-            for request in itertools.chain(*queues):
+            for request in (request for queue in queues for request in queue):
                 if rollback.drop_load(scheduler, request):
                     return
 
