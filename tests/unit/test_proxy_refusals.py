@@ -26,10 +26,10 @@ async def test_prompt_that_a_prefill_engine_refuses_is_prefilled_by_another(stat
         for n in range(3):
             assert (await c.chat(f"u{n}")).status_code == 200
             export = c.d[0].seen[n].body["kv_transfer_params"]["kvtier"]["export"]
-            assert export.startswith("secret-export-P1") and len(fake.seen) == n + 1
+            assert export.startswith("secret-export-P1") and len(fake.seen) == (1 if status == 404 else n + 1)
         assert engine.healthy and not engine.failures and not engine.instance
         counts = c.core.state()["counts"]
-        assert counts["prefill_declined"] == 3 and "prefill_failures" not in counts
+        assert counts["prefill_declined"] == len(fake.seen) and "prefill_failures" not in counts
         assert logged(caplog) == (status != 429), "one line for an engine"
 
 
@@ -144,3 +144,42 @@ async def test_prompt_that_another_engine_did_not_compute_counts_at_the_decode_e
         fake.hold.set()
         assert (await asked).status_code == 200
         assert not any(each.tokens or each.outstanding for each in c.core.fleet)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_engine_without_a_model_is_not_asked_for_it_again_for_a_while(role, monkeypatch):
+    """It would be free at all times, and its requests would go to the others however full these are."""
+    async with Cluster(p=2, d=2, engine_requests=2) as c:
+        (fake, engine), (other, _) = preferred(c, role), (getattr(c, role[0])[1], None)
+        fake.status = 404
+        assert (await c.chat("u0")).status_code == 200 and len(fake.seen) == 1
+        other.hold = asyncio.Event()
+        asked = [asyncio.create_task(c.chat(f"u{n}")) for n in range(1, 7)]
+        await c.until(lambda: c.core.admission.waiting(role) == 4)
+        assert len(fake.seen) == 1 and getattr(c.core, role)[1].outstanding == 2, "its limit"
+        other.hold.set()
+        assert {reply.status_code for reply in await asyncio.gather(*asked)} == {200} and len(fake.seen) == 1
+        fake.status = 200
+        wants = next(iter(engine._lacking))
+        for key, until in (*engine._lacking.items(),):
+            engine._lacking[key] = until - 31
+        assert not engine.lacks(wants) and (await c.chat("u7")).status_code == 200 and len(fake.seen) == 2
+
+
+async def test_engine_that_fails_meanwhile_is_passed_over_not_the_end_of_the_attempts():
+    async with Cluster(p=0, d=3, backoff_initial=60, backoff_max=60) as c:
+        _, second, third = c.core.decode
+        second.weighted_picks, third.weighted_picks = 1e8, 1e9
+        c.d[0].status, c.d[0].hold = 404, asyncio.Event()
+        asked = asyncio.create_task(c.chat("x"))
+        await c.d[0].until_seen(1)
+        second.mark_unavailable("It died, as another request has just found out.")
+        c.d[0].hold.set()
+        assert (await asked).status_code == 200 and len(c.d[2].seen) == 1
+
+
+async def test_full_engine_says_more_than_one_without_the_model():
+    async with Cluster(p=0, d=2) as c:
+        preferred(c, "decode")[0].status = 429
+        c.d[1].status = 404
+        assert (await c.chat("u1")).status_code == 429

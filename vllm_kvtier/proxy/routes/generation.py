@@ -30,6 +30,7 @@ import enum
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -37,7 +38,7 @@ import msgspec
 
 from vllm_kvtier.logs import get_logger
 from vllm_kvtier.proxy.core import ProxyCore
-from vllm_kvtier.proxy.engines.engine import AnswerTooLarge, Engine, EngineFailure, EngineSlot, Reply
+from vllm_kvtier.proxy.engines.engine import LACKS, AnswerTooLarge, Engine, EngineFailure, EngineSlot, Reply
 from vllm_kvtier.proxy.messages import response_rewriter, sse
 from vllm_kvtier.proxy.messages.incoming_request import Incoming
 from vllm_kvtier.proxy.messages.request_bodies import ClientRequest
@@ -58,8 +59,6 @@ logger = get_logger(__name__)
 
 # In a chat's first event, which has nothing else. Within a text its quotes have backslashes.
 _ROLE = b'"delta":{"role":'
-# Another engine may have the model, the adapter or the path, whatever the request asks for.
-_LACKS = (403, 404, 405)
 
 
 class StreamRefused(EngineFailure):
@@ -92,6 +91,7 @@ class Generation(EngineRequest):
         entry = self._name.entry  # of the name, all that is kept while the answer is streamed
         self._turn = Name(() if entry is None else (entry,), entry, self._name.explicit)
         self._salt = core.tenants.salt(tenant, request.client_salt)
+        self._wants = request.route.value, request.model
         self._prompt = Prompt(self._name)  # `answer` adds its tokens
         self._wants_report = core.config.allow_report and incoming.headers.get("x-kvtier-report") == "1"
         self._route: ConversationRoute | None = None
@@ -109,7 +109,8 @@ class Generation(EngineRequest):
         core = self._core
         core.count("requests")
         self._route = core.routes.find(self._name)
-        self._prompt = await core.prompt(self._request, self._name, self._salt, self._headers)
+        prompt = await core.prompt(self._request, self._name, self._salt, self._headers)
+        self._prompt = replace(prompt, wants=self._wants)
         self._request.drop_prompt()
         deadline = time.monotonic() + self._config.queue_timeout
         prefill = decode = answer = None
@@ -205,7 +206,7 @@ class Generation(EngineRequest):
                 reply.close()
         except AnswerTooLarge as failure:
             logger.warning("kvtier: proxy: the answer to a prefill cannot be had (%s); its KV is not pulled", failure)
-            return Prefill.DONE
+            return Prefill.FAILED if failure.unreached else Prefill.DONE
         except EngineFailure as failure:
             self._core.count("prefill_failures")
             engine.mark_unavailable(str(failure), may_have_restarted=not failure.lives)
@@ -233,7 +234,7 @@ class Generation(EngineRequest):
         left = self._config.max_decode_attempts - self._attempts  # one may have been sent beside the prefill
         for engine in self._decode_order(slot.engine)[: max(0, left)]:
             if last_error is not None and last_error.status < 500 and (not engine.healthy or engine in self._refusals):
-                break  # an unavailable engine may hang, and the client's request may be at fault
+                continue  # an unavailable engine may hang, and the client's request may be at fault
             if self._attempts:
                 self._core.count("decode_retries")
                 self._core.metrics.retried("decode")
@@ -241,9 +242,9 @@ class Generation(EngineRequest):
             served, answer = await self._decode_at(engine, slot, self._decode_params(engine))
             if served and answer is not None:
                 return answer
-            if answer is not None and (last_error is None or answer.status < 500):
+            if answer is not None and (last_error is None or (answer.status < 500 and last_error.status != 429)):
                 last_error = answer
-        if last_error is None or last_error.status not in _LACKS:
+        if last_error is None or last_error.status not in LACKS:
             self._core.count("refused")
         return last_error or unavailable("No decode engine could answer; the request can be sent again.")
 
@@ -281,7 +282,7 @@ class Generation(EngineRequest):
         except EngineFailure as failure:
             engine.mark_unavailable(str(failure), may_have_restarted=not failure.lives)
             return False, None
-        if reply.status in (*_LACKS, 429) or reply.status >= 500:
+        if reply.status in (*LACKS, 429) or reply.status >= 500:
             self._refusals[engine] = reply.status
             return False, forwarded(reply, document)
         if reply.status != 200:
@@ -308,7 +309,7 @@ class Generation(EngineRequest):
         engine.succeeded()
         for other, status in self._refusals.items():
             if other is not engine:
-                other.refused(status)
+                other.refused(status, self._wants)
         self._refusals.clear()
         self._decode_engine = engine
         self._trace |= {"decode": engine.url, "attempts": self._attempts}

@@ -9,8 +9,9 @@ from vllm_kvtier.proxy.routing.conversations import Name
 @dataclass(frozen=True)
 class Prompt:
     """``tokens``: their number, estimated from the text unless ``ids`` are known. ``ids``: only for a policy that asks
-    for them, and not for every prompt."""
+    for them, and not for every prompt. ``wants``: route and model, which not every engine may have."""
 
     name: Name
     tokens: int = 0
     ids: PromptTokens | None = None
+    wants: tuple[str, str] = "", ""

@@ -35,6 +35,7 @@ class Router:
         usable = [engine for engine in self._fleet.prefill if engine.usable and engine not in exclude]
         if not usable:
             return None
+        usable = [engine for engine in usable if not engine.lacks(prompt.wants)] or usable
         expected = self.policy.expect(prompt)
         free = [engine for engine in usable if not engine.full]
         engine = min(free, key=lambda e: self._rank(e, expected(e).cost), default=None)
@@ -45,6 +46,7 @@ class Router:
         candidates = [engine for engine in self._fleet.decode if engine.open]
         # Unavailable engines get requests only if all are unavailable, not if the others are full.
         usable = [engine for engine in candidates if engine.healthy] or candidates
+        usable = [engine for engine in usable if not engine.lacks(prompt.wants)] or usable
         free = [engine for engine in usable if not engine.full]
         if not free:  # a request that waits asks at the end of each other one: its prompt is not looked up
             return Choice(None) if usable else None
@@ -58,12 +60,13 @@ class Router:
             return candidates
         expected = self.policy.expect(prompt)
         share = _PULL_SHARE if prefilled else 1
-        candidates.sort(key=lambda engine: (not engine.healthy, *self._rank(engine, expected(engine).cost * share)))
+        lacks = {engine for engine in candidates if engine.lacks(prompt.wants)}
+        candidates.sort(key=lambda e: (not e.healthy, e in lacks, *self._rank(e, expected(e).cost * share)))
         named = prompt.name.explicit
         keeps = named or self.policy.keeps_conversation(prompt, prefilled)
         previous = self._previous_engine(prompt.name, route) if keeps else None
-        if previous is not None and previous.usable and previous in candidates:
-            least = min(engine.load for engine in candidates if engine.healthy)
+        if previous is not None and previous.usable and previous in candidates and previous not in lacks:
+            least = min(engine.load for engine in candidates if engine.healthy and engine not in lacks)
             if named or previous.load <= least + self.config.affinity_slack:
                 candidates.remove(previous)
                 candidates.insert(0, previous)
