@@ -213,11 +213,9 @@ def test_write_that_conflicts_with_another_one_has_failed(server, client):
 
 
 @pytest.mark.parametrize("code", ["OperationAborted", "ConditionalRequestConflict"])
-def test_object_that_another_write_may_create_is_not_there(server, client, code):
-    """That write may fail. An object that is there has other codes: 412 of S3 and Google, 409 of Azure."""
-    server.error(409, code)
-    assert trouble_of(lambda: client.put("k", memoryview(b"x"), create=True)).kind is Kind.PASSING
-    for status, name in ((412, "PreconditionFailed"), (409, "BlobAlreadyExists")):
+def test_object_that_another_node_is_writing_is_taken_for_written(server, client, code):
+    """Its content is the same. As a failure it would end the batch, and four in a row the tier."""
+    for status, name in ((409, code), (412, "PreconditionFailed"), (409, "BlobAlreadyExists")):
         server.error(status, name)
         assert not client.put("k", memoryview(b"x"), create=True)
 

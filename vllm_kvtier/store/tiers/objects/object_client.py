@@ -18,7 +18,7 @@ try:
 except ImportError as error:
     raise ImportError(f"{error}; `pip install vllm-kvtier[object]`") from error
 
-from vllm_kvtier.store.tiers.objects.object_errors import explain, is_conflict
+from vllm_kvtier.store.tiers.objects.object_errors import explain
 from vllm_kvtier.store.tiers.objects.object_names import ObjectLocation
 from vllm_kvtier.store.tiers.request_pool import Kind, Trouble
 
@@ -100,15 +100,15 @@ class ObjectClient:
 
     def put(self, key: str, data: memoryview, create: bool = False) -> bool:
         """Write the object, which appears whole or not at all. ``create``: unless it is there, if the store can tell
-        at once; False: it was."""
+        at once; False: it was, or another one writes it (the same content; should that fail, a read tells)."""
         mode = "create" if create and self._creates and len(data) <= PART_BYTES else "overwrite"
         parts = self.location.scheme != "file" and len(data) > PART_BYTES
 
         def put() -> bool:
             try:
                 obstore.put(self._writer, key, data, mode=mode, use_multipart=parts, chunk_size=PART_BYTES)
-            except AlreadyExistsError as error:
-                if mode != "create" or is_conflict(error):
+            except AlreadyExistsError:
+                if mode != "create":  # a conflict with another write
                     raise
                 return False
             return True

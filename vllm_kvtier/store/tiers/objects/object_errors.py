@@ -37,7 +37,6 @@ _ERRNOS = {
 _CODE = re.compile(r"<Code>([A-Za-z0-9.]{1,64})</Code>")
 _STATUS = re.compile(r"(?:status code: |\(code: )(\d{3})\b")
 _ERRNO = re.compile(r"\(os error (\d+)\)")
-_CONFLICTS = "ConditionalRequestConflict", "OperationAborted"  # of S3: with another write, which may fail
 _URL = re.compile(r"performing \w+ (\S+)")
 # By host, or the beginning of the path: buckets and prefixes may have any of these words in their names.
 _FOR_CREDENTIALS = re.compile(
@@ -46,11 +45,6 @@ _FOR_CREDENTIALS = re.compile(
     r"(?![^/]*\.(?:amazonaws|googleapis|windows)\.)[^/]+/(?:latest/(?:api/token|meta-data)|"
     r"computeMetadata/|metadata/identity/|[^/]+/oauth2/v2\.0/token))"
 )
-
-
-def is_conflict(error: Exception) -> bool:
-    """Whether an object could not be created because another write of it was under way: it need not be there."""
-    return (match := _CODE.search(str(error))) is not None and match[1] in _CONFLICTS
 
 
 def explain(error: Exception, location: ObjectLocation, endpoint: str = "") -> Trouble:
