@@ -138,7 +138,7 @@ def test_doctor_reaches_an_engine_by_a_name(make, monkeypatch, host):
         assert probe.identity().hash_block_size == 16
 
 
-@pytest.mark.parametrize("host", ["*", "a..b"])
+@pytest.mark.parametrize("host", ["*", "a..b", "http://127.0.0.1"])
 def test_doctor_names_an_address_that_no_engine_can_have(host):
     code, checks = doctor("--endpoint", f"{host}:5601")
     assert code == 2 and f"'{host}:5601' is not HOST:PORT: " in only(checks, "fail")["message"]

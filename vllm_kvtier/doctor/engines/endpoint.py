@@ -81,7 +81,11 @@ class EndpointProbe:
             key.secure_client(self._socket)
         self._monitor = self._socket.get_monitor_socket()
         self._socket.setsockopt(zmq.IPV6, "[" in endpoint)
-        self._socket.connect(endpoint)
+        try:
+            self._socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            self.close()
+            raise KVTierError(f"{address!r} is not HOST:PORT: {error.strerror}") from error
 
     def close(self) -> None:
         self._socket.disable_monitor()
