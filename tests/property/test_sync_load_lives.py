@@ -545,6 +545,26 @@ def test_two_loaded_requests_that_drafts_leave_no_block_for_go_on_one_by_one(mak
     engine.end()
 
 
+@pytest.mark.parametrize("ahead", [0, 6])
+def test_exports_end_for_the_blocks_of_drafts_of_more_than_a_block(make, ahead):
+    """What is free suffices for the prompt and one block more. An export holds the rest."""
+    engine = Sessions(make, False)
+    engine.scheduler.num_lookahead_tokens = ahead
+    prompt, pool = [5] * 95, engine.life.pool
+    exported = engine.scheduler.kv_cache_manager.block_pool.get_new_blocks(pool.free_count() - 24 - 1)
+
+    def end_exports(needed):
+        engine.scheduler.kv_cache_manager.block_pool.free_blocks(exported)
+        exported.clear()
+
+    engine.life.half._exporter.release_for_requests = end_exports
+    request = engine.life.add(prompt, 2)
+    engine.steps(100)
+    assert request.is_finished()
+    end_exports(0)
+    engine.end()
+
+
 def until_hurried(life, others=()):
     """A request whose load the step waits for that has just been scheduled, beside ``others``."""
     for tokens, count in others:

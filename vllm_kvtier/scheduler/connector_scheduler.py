@@ -97,10 +97,10 @@ class KVTierConnectorScheduler(SchedulerParts):
                 self._engine.waiting_loop.skipped(state.asked_at if state is not None else 0.0)
         else:
             # vLLM asks again where it lacked blocks. It also takes the free ones that hold what it has computed, and
-            # may want one more of each group for what it speculates.
+            # may want more of each group for what it speculates.
             again, self._answered = self._answered == request.request_id, request.request_id
-            needed = self._geometry.taken_blocks(request.num_tokens - (0 if again else computed))
-            needed += again * len(self._info.groups) + kept_free
+            more = self._engine.admission.draft_tokens() if again else -computed
+            needed = self._geometry.taken_blocks(request.num_tokens + more) + again * len(self._info.groups) + kept_free
             if again and asynchronous:
                 needed += self._engine.admission.reserved_blocks()
             if needed > self._pool.free_count():
@@ -208,7 +208,8 @@ class KVTierConnectorScheduler(SchedulerParts):
         admission = self._engine.admission
         lacking = admission.lacking_tokens() if any(admission.queues) else 0
         if lacking:
-            needed += self._geometry.taken_blocks(lacking) + len(self._info.groups) + admission.kept_free()
+            needed += self._geometry.taken_blocks(lacking + admission.draft_tokens())
+            needed += len(self._info.groups) + admission.kept_free()
         if short or (lacking and needed > self._pool.free_count()):
             self._free_blocks(needed)
         stuck = lacking and needed > self._pool.free_count() and not output.total_num_scheduled_tokens

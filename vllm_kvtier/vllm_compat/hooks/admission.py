@@ -48,6 +48,12 @@ class Admission:
         scheduler = self.scheduler
         return scheduler.kv_cache_manager.watermark_blocks if scheduler is not None and scheduler.running else 0
 
+    def draft_tokens(self) -> int:
+        """The most tokens for drafts, and for the rows of a step with drafts, that a request with blocks wants blocks
+        for beside its own tokens."""
+        scheduler = self.scheduler
+        return 0 if scheduler is None else scheduler.num_lookahead_tokens + scheduler.num_spec_tokens
+
     def draft_blocks(self) -> int:
         """Blocks that vLLM wants free beside those of an asynchronous load, for its request's drafts."""
         blocks = getattr(self.scheduler, "_spec_decode_step_blocks", 0)

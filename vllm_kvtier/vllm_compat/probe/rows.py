@@ -300,7 +300,8 @@ ROWS: tuple[Row, ...] = (
     Row(
         "admission of requests", Feature.ADMISSION, "the blocks that stay free, and the requests that lack some",
         sets={
-            _SCHEDULER: "running kv_cache_manager _inflight_prefills waiting failed_recving_kv_req_ids",
+            _SCHEDULER: "running kv_cache_manager _inflight_prefills waiting failed_recving_kv_req_ids"
+            " num_lookahead_tokens num_spec_tokens",
             _MANAGER: "watermark_blocks",
         },
         optional={
