@@ -6,6 +6,8 @@ import pytest
 from proxy_fakes import Cluster, alone, turn
 from test_proxy_following import both_asked, following
 
+from vllm_kvtier.proxy.engines.engine import EngineSlot
+
 
 def preferred(c, role):
     """The first engine of a role, which the router takes before the others."""
@@ -160,10 +162,71 @@ async def test_engine_without_a_model_is_not_asked_for_it_again_for_a_while(role
         other.hold.set()
         assert {reply.status_code for reply in await asyncio.gather(*asked)} == {200} and len(fake.seen) == 1
         fake.status = 200
-        wants = next(iter(engine._lacking))
-        for key, until in (*engine._lacking.items(),):
-            engine._lacking[key] = until - 31
+        (wants,) = engine._lacking
+        engine._lacking[wants] -= 31
         assert not engine.lacks(wants) and (await c.chat("u7")).status_code == 200 and len(fake.seen) == 2
+
+
+async def test_requests_of_a_burst_wait_for_the_engine_that_has_their_model():
+    """Also while none of them has an answer yet, which tells that the others lack it."""
+    async with Cluster(p=0, d=2, engine_requests=2) as c:
+        preferred(c, "decode")[0].status = 404
+        c.d[1].hold = asyncio.Event()
+        asked = [asyncio.create_task(c.chat(f"u{n}")) for n in range(12)]
+        await c.until(lambda: c.core.admission.waiting("decode") >= 8)
+        assert c.core.decode[1].outstanding <= 4 and len(c.d[0].seen) <= 4
+        c.d[1].hold.set()
+        assert {reply.status_code for reply in await asyncio.gather(*asked)} == {200}
+
+
+async def test_request_that_waits_for_its_model_does_not_stop_others():
+    async with Cluster(p=0, d=2, engine_requests=1) as c:
+        first, second = c.core.decode
+        route = "/v1/chat/completions"
+        first.now_lacks((route, "x"))
+        second.now_lacks((route, "y"))
+        for fake in c.d:
+            fake.hold = asyncio.Event()
+        asked = []
+        for model in ("x", "y", "x", "y"):
+            body = {**turn(f"u{len(asked)}"), "model": model}
+            asked.append(asyncio.create_task(c.client.post(route, json=body)))
+            await c.until(
+                lambda: first.outstanding + second.outstanding + c.core.admission.waiting("decode") == len(asked)
+            )
+        assert (first.outstanding, second.outstanding) == (1, 1)
+        c.d[0].hold.set()  # of y
+        assert (await asked[1]).status_code == (await asked[3]).status_code == 200
+        assert not asked[2].done()
+        c.d[1].hold.set()
+        assert {reply.status_code for reply in await asyncio.gather(*asked)} == {200}
+
+
+async def test_failed_over_request_prefers_a_full_engine_that_has_its_model():
+    async with Cluster(p=0, d=3, engine_requests=1, backoff_initial=60, backoff_max=60) as c:
+        lacking, full, dead = c.core.decode
+        lacking.now_lacks(("/v1/chat/completions", turn("u")["model"]))
+        dead.weighted_picks = -1e9
+        slot = EngineSlot(full)
+        await c.d[2].kill()
+        assert (await c.chat("u1")).status_code == 200 and len(c.d[1].seen) == 1 and not c.d[0].seen
+        slot.release()
+
+
+async def test_prompt_of_a_model_that_no_prefill_engine_has_waits_for_none():
+    async with Cluster(p=1, d=1, engine_requests=1) as c:
+        c.core.prefill[0].now_lacks(("/v1/chat/completions", turn("u")["model"]))
+        slot = EngineSlot(c.core.prefill[0])
+        assert (await c.chat("u1")).status_code == 200 and alone(c.d[0].seen[0])
+        slot.release()
+
+
+async def test_models_that_clients_make_up_are_not_remembered_without_a_limit():
+    async with Cluster() as c:
+        engine = c.core.decode[0]
+        for n in range(1000):
+            engine.now_lacks(("/v1/completions", f"m{n}"))
+        assert len(engine._lacking) <= 256 and engine.lacks(("/v1/completions", "m999"))
 
 
 async def test_engine_that_fails_meanwhile_is_passed_over_not_the_end_of_the_attempts():

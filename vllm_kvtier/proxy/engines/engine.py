@@ -38,6 +38,7 @@ _ERRORS, _ERROR_SECONDS = 3, 10.0
 # Another engine may have the model, the adapter or the path, whatever the request asks for.
 LACKS = (403, 404, 405)
 LACKS_SECONDS = 30.0  # then it may have been given what it lacked
+MAX_LACKING, MAX_NAME = 256, 256  # what is remembered, and characters of a model's name
 
 
 class Engine:
@@ -223,17 +224,21 @@ class Engine:
         self._prober = asyncio.create_task(self._first_probe(), name=f"probe {self.role} {self.index}")
 
     def lacks(self, wants: tuple[str, str]) -> bool:
-        """Whether it has refused this route and model lately, and another engine has not. It answers that at once, so
-        that it would always be the least busy."""
+        """Whether it has refused this route and model lately. It answers that at once, so that it would always be the
+        least busy."""
         return self._lacking.get(wants, 0.0) > time.monotonic()
 
-    def refused(self, status: int, wants: tuple[str, str]) -> None:
+    def now_lacks(self, wants: tuple[str, str]) -> None:
+        self._lacking.pop(wants, None)
+        self._lacking[wants] = time.monotonic() + LACKS_SECONDS
+        if len(self._lacking) > MAX_LACKING:  # clients make names up
+            del self._lacking[next(iter(self._lacking))]
+
+    def refused(self, status: int) -> None:
         """It answered 4xx or 5xx to a request that another engine served. That, too, may be by the request: a media
         host may refuse one engine and not the other. So after 5xx a probe decides, unless it has served nothing for a
-        while. ``wants``: route and model."""
+        while."""
         if status < 500:
-            if status in LACKS:
-                self._lacking[wants] = time.monotonic() + LACKS_SECONDS
             if status != 429 and not self._lacks_something:
                 self._lacks_something = True
                 logger.warning(

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import msgspec
 
 from vllm_kvtier.proxy.config import ProxyConfig
-from vllm_kvtier.proxy.engines.engine import Engine, EngineFailure
+from vllm_kvtier.proxy.engines.engine import MAX_NAME, Engine, EngineFailure
 from vllm_kvtier.proxy.engines.fleet import Fleet
 from vllm_kvtier.proxy.kv_events.index import PromptTokens
 from vllm_kvtier.proxy.messages.buffers import Buffers, Held
@@ -25,6 +25,7 @@ _MAX_KEPT_TOKENS = 8 << 20  # of all prompts; four bytes each
 _ENTRY_TOKENS = 128  # what an entry takes beside its tokens
 _KNOWN_SHARE = 0.8  # of a prompt, by an earlier turn
 _MIN_TOKENS = 256  # whatever an engine has of a shorter prompt, computing it takes no longer than a request does
+_TOKENIZE = "/tokenize"
 _BACKOFF_SECONDS = 5.0  # after an engine that did not tokenize in time: for prompts that are as long, or longer
 
 Key = tuple[bytes, int]  # digest of the prompt up to a turn, hash of what else changes its tokens
@@ -72,28 +73,32 @@ class PromptTokenizer:
                 self._kept.move_to_end((piece.digest, beside))
                 self._count("tokens_kept")
                 return kept, max(len(kept), len(kept) + estimate - piece.tokens)
-        engine = self._idlest()
+        wants = _TOKENIZE, request.model[:MAX_NAME]
+        engine = self._idlest(wants)
         if engine is None or (time.monotonic() < self._not_before and estimate >= self._too_long):
             return None, estimate
         encoded = msgspec.json.encode(body)
         del body
         request.drop_prompt()
-        ids = await self._tokenize(engine, encoded, headers, estimate)
+        ids = await self._tokenize(engine, encoded, headers, estimate, wants)
         if ids is None:
             return None, estimate
         if name.pieces:
             self._keep((name.pieces[-1].digest, beside), ids)
         return ids, len(ids)
 
-    def _idlest(self) -> Engine | None:
-        engines = [engine for engine in (*self._fleet.decode, *self._fleet.prefill) if engine.usable]
+    def _idlest(self, wants: tuple[str, str]) -> Engine | None:
+        every = (*self._fleet.decode, *self._fleet.prefill)
+        engines = [engine for engine in every if engine.usable and not engine.lacks(wants)]
         return min(engines, key=lambda engine: (engine.load, engine.tokens), default=None)
 
-    async def _tokenize(self, engine: Engine, body: bytes, headers: dict[str, str], estimate: int) -> array | None:
+    async def _tokenize(
+        self, engine: Engine, body: bytes, headers: dict[str, str], estimate: int, wants: tuple[str, str]
+    ) -> array | None:
         """Its failures do not make the engine unavailable, because they may be caused by the prompt."""
         deadline = time.monotonic() + self.config.tokenize_timeout
         try:
-            reply = await engine.ask("POST", "/tokenize", body, headers, self.config.tokenize_timeout)
+            reply = await engine.ask("POST", _TOKENIZE, body, headers, self.config.tokenize_timeout)
             try:
                 left = max(0.0, deadline - time.monotonic())
                 with Held(self._answers) as held:
@@ -106,6 +111,8 @@ class PromptTokenizer:
             self._not_before = now + _BACKOFF_SECONDS
             self._count("tokenize_failed")
             return None
+        if reply.status == 404:
+            engine.now_lacks(wants)
         tokenized = read_tokens(document) if reply.status == 200 else None
         self._count("tokenized" if tokenized is not None else "tokenize_refused")
         return None if tokenized is None else _packed(tokenized.tokens)

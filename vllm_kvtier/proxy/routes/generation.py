@@ -38,7 +38,7 @@ import msgspec
 
 from vllm_kvtier.logs import get_logger
 from vllm_kvtier.proxy.core import ProxyCore
-from vllm_kvtier.proxy.engines.engine import LACKS, AnswerTooLarge, Engine, EngineFailure, EngineSlot, Reply
+from vllm_kvtier.proxy.engines.engine import LACKS, MAX_NAME, AnswerTooLarge, Engine, EngineFailure, EngineSlot, Reply
 from vllm_kvtier.proxy.messages import response_rewriter, sse
 from vllm_kvtier.proxy.messages.incoming_request import Incoming
 from vllm_kvtier.proxy.messages.request_bodies import ClientRequest
@@ -91,7 +91,7 @@ class Generation(EngineRequest):
         entry = self._name.entry  # of the name, all that is kept while the answer is streamed
         self._turn = Name(() if entry is None else (entry,), entry, self._name.explicit)
         self._salt = core.tenants.salt(tenant, request.client_salt)
-        self._wants = request.route.value, request.model
+        self._wants = request.route.value, request.model[:MAX_NAME]
         self._prompt = Prompt(self._name)  # `answer` adds its tokens
         self._wants_report = core.config.allow_report and incoming.headers.get("x-kvtier-report") == "1"
         self._route: ConversationRoute | None = None
@@ -213,7 +213,7 @@ class Generation(EngineRequest):
             return Prefill.FAILED if failure.unreached or failure.lives else Prefill.LOST
         if reply.status != 200:
             self._core.count("prefill_declined" if reply.status < 500 else "prefill_failures")
-            self._refusals[engine] = reply.status
+            self._refuse(engine, reply.status)
             return Prefill.FAILED
         engine.succeeded()
         self._prefill_engine = engine
@@ -231,8 +231,9 @@ class Generation(EngineRequest):
 
     async def _decode(self, slot: EngineSlot, last_error: Answer | None = None) -> Answer:
         """``last_error``: the answer of an engine that was tried already."""
-        left = self._config.max_decode_attempts - self._attempts  # one may have been sent beside the prefill
-        for engine in self._decode_order(slot.engine)[: max(0, left)]:
+        for engine in self._decode_order(slot.engine):
+            if self._attempts >= self._config.max_decode_attempts:  # one may have been sent beside the prefill
+                break
             if last_error is not None and last_error.status < 500 and (not engine.healthy or engine in self._refusals):
                 continue  # an unavailable engine may hang, and the client's request may be at fault
             if self._attempts:
@@ -277,13 +278,13 @@ class Generation(EngineRequest):
         except AnswerTooLarge as failure:
             return True, self._answer_too_large(failure)
         except StreamRefused as failure:
-            self._refusals[engine] = failure.answer.status
+            self._refuse(engine, failure.answer.status)
             return False, failure.answer
         except EngineFailure as failure:
             engine.mark_unavailable(str(failure), may_have_restarted=not failure.lives)
             return False, None
         if reply.status in (*LACKS, 429) or reply.status >= 500:
-            self._refusals[engine] = reply.status
+            self._refuse(engine, reply.status)
             return False, forwarded(reply, document)
         if reply.status != 200:
             return True, forwarded(reply, document)
@@ -294,8 +295,14 @@ class Generation(EngineRequest):
         """The engine of the slot unless it has become unavailable, then the others, those with free slots first."""
         prefilled = self._prefill_params is not None
         ranked = self._core.router.rank_decode(self._prompt, self._route, prefilled)
-        ranked.sort(key=lambda e: (not e.healthy or e in self._refusals, e is not chosen, e.full))
+        last = {e for e in ranked if not e.healthy or e in self._refusals}
+        ranked.sort(key=lambda e: (e in last, e is not chosen, e.lacks(self._wants), e.full))
         return ranked or [chosen]
+
+    def _refuse(self, engine: Engine, status: int) -> None:
+        self._refusals[engine] = status
+        if status in (404, 405):  # 403 may be the client's
+            engine.now_lacks(self._wants)
 
     def _decode_params(self, engine: Engine) -> msgspec.Raw | dict[str, Any]:
         """The prefill engine's params, else the sources of the conversation. Without params, no pulls are reported."""
@@ -309,7 +316,7 @@ class Generation(EngineRequest):
         engine.succeeded()
         for other, status in self._refusals.items():
             if other is not engine:
-                other.refused(status, self._wants)
+                other.refused(status)
         self._refusals.clear()
         self._decode_engine = engine
         self._trace |= {"decode": engine.url, "attempts": self._attempts}

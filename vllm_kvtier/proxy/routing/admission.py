@@ -15,7 +15,7 @@ import itertools
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -31,12 +31,13 @@ MAX_IDLE_TENANTS = 4096
 
 
 class Choice(NamedTuple):
-    """An engine for a request and the prompt tokens to compute there. None: all engines are full, or ``full`` is, and
-    no other open engine can serve the request; those behind it that others can serve go first."""
+    """An engine for a request and the prompt tokens to compute there. None: all engines are full; or with ``full``, an
+    engine or what requests want, those that can serve this one are, and requests behind it that others can serve go
+    first."""
 
     engine: Engine | None
     tokens: int = 0
-    full: Engine | None = None
+    full: Hashable | None = None
 
 
 class QueueFull(KVTierError):
@@ -123,9 +124,9 @@ class Admission:
         return result
 
     def serve_waiting(self, role: str) -> None:
-        """Grant the free slots to waiting requests. Of those that wait for the same full engine, the first is asked."""
+        """Grant the free slots to waiting requests. Of those for the same full engines, the first is asked."""
         queue = self._queues[role]
-        full: set[Engine] = set()
+        full: set[Hashable] = set()
         for waiter in queue.in_turn():
             if waiter.full in full:
                 continue
@@ -195,7 +196,7 @@ class _Waiter:
     choose: Callable[[], Choice | None]
     result: asyncio.Future[EngineSlot | QueueFull | None]
     deadline: tuple[float, int]
-    full: Engine | None = None
+    full: Hashable | None = None
     charged: int = 0
 
 

@@ -31,25 +31,27 @@ class Router:
         self.config = config
 
     def choose_prefill(self, prompt: Prompt, exclude: tuple[Engine, ...] = ()) -> Choice | None:
-        """The prefill engine for a prompt; None if none is usable."""
-        usable = [engine for engine in self._fleet.prefill if engine.usable and engine not in exclude]
+        """The prefill engine for a prompt; None if none is usable, or has what the request wants."""
+        open_engines = [engine for engine in self._fleet.prefill if engine.usable and engine not in exclude]
+        usable = [engine for engine in open_engines if not engine.lacks(prompt.wants)]
         if not usable:
             return None
-        usable = [engine for engine in usable if not engine.lacks(prompt.wants)] or usable
         expected = self.policy.expect(prompt)
         free = [engine for engine in usable if not engine.full]
         engine = min(free, key=lambda e: self._rank(e, expected(e).cost), default=None)
-        return Choice(engine, 0 if engine is None else expected(engine).uncached)
+        if engine is None:  # others may wait for other engines than these
+            return Choice(None, full=prompt.wants if len(usable) < len(open_engines) else None)
+        return Choice(engine, expected(engine).uncached)
 
     def choose_decode(self, prompt: Prompt, route: ConversationRoute | None, prefilled: bool) -> Choice | None:
         """The decode engine; None if none is open. ``prefilled``: a prefill engine computes the prompt."""
         candidates = [engine for engine in self._fleet.decode if engine.open]
         # Unavailable engines get requests only if all are unavailable, not if the others are full.
-        usable = [engine for engine in candidates if engine.healthy] or candidates
-        usable = [engine for engine in usable if not engine.lacks(prompt.wants)] or usable
+        healthy = [engine for engine in candidates if engine.healthy] or candidates
+        usable = [engine for engine in healthy if not engine.lacks(prompt.wants)] or healthy
         free = [engine for engine in usable if not engine.full]
         if not free:  # a request that waits asks at the end of each other one: its prompt is not looked up
-            return Choice(None) if usable else None
+            return Choice(None, full=prompt.wants if len(usable) < len(healthy) else None) if usable else None
         engine = next(engine for engine in self.rank_decode(prompt, route, prefilled) if engine in free)
         return Choice(engine, 0 if prefilled else self.policy.expect(prompt)(engine).uncached)
 
