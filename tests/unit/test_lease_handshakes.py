@@ -322,6 +322,27 @@ def test_engine_that_answers_but_cannot_be_read_is_tried_by_one_request_at_a_tim
     assert len(asker.peers._unreadable) == MAX_PEERS_REMEMBERED
 
 
+def test_lease_that_was_asked_before_a_read_failed_does_not_try_again(make, monkeypatch):
+    """It may have been read early, and that read have failed before the grant came."""
+    source = make(Source)
+    source.table.add(export(kind=LeaseKind.RETAINED))
+    asker = make(Asker, transfer_timeout=30.0)
+    granted, failed = asker.peers._granted, []
+
+    def read_fails_before(connection, message):
+        if not failed:
+            failed.append(True)
+            asker.peers.unreadable("source/1")
+        granted(connection, message)
+
+    monkeypatch.setattr(asker.peers, "_granted", read_fails_before)
+    for allowed in (True, True, False):
+        got = asker.answer(source.address)
+        assert failed and isinstance(got, LookupMiss) != allowed
+        if allowed:
+            asker.peers.release(got, done=False)
+
+
 def test_lease_client_option_nixl_refuses_what_only_maps(make):
     asker = make(Asker, reach=lambda ranks: Reach(frozenset({MAPPED}), "4 KV heads here"), same_node_pulls="nixl")
     got = asker.answer(make(Source).address)

@@ -388,7 +388,7 @@ class LeaseClient(LeaseConnections[_Connection]):
         if path is not ReadPath.MAPPED and self._unreadable.get(welcome.instance, 0.0) > time.monotonic():
             self._set_outcome(pending, LookupMiss("unreachable", "NIXL's last read from it failed or took too long"))
             return
-        pending.path = path
+        pending.path, pending.tries = path, path is not ReadPath.MAPPED and welcome.instance in self._unreadable
         connection.asked[request.lookup_id] = pending
         request = msgspec.structs.replace(
             request,
@@ -423,7 +423,8 @@ class LeaseClient(LeaseConnections[_Connection]):
         connection.leases.add(granted.lease)
         # The time is the peer's: its option may be shorter than ours.
         self._keep_alive(connection, min(self._heartbeat_seconds, max(MIN_LEASE_SECONDS, granted.expires_in) / 3))
-        if leased.path is not ReadPath.MAPPED and leased.instance in self._unreadable:
+        # Not of one that was asked before, and perhaps read early: that read may be the one that failed.
+        if pending is not None and pending.tries and leased.instance in self._unreadable:
             self._unreadable[leased.instance] = time.monotonic() + self._config.transfer_timeout
         if isinstance(pending, FollowedLease):
             self._granted_stretch(connection, pending, leased)
