@@ -148,12 +148,14 @@ async def test_prompt_that_another_engine_did_not_compute_counts_at_the_decode_e
         assert not any(each.tokens or each.outstanding for each in c.core.fleet)
 
 
+@pytest.mark.parametrize("status", [403, 404])
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_engine_without_a_model_is_not_asked_for_it_again_for_a_while(role, monkeypatch):
-    """It would be free at all times, and its requests would go to the others however full these are."""
+async def test_engine_without_a_model_is_not_asked_for_it_again_for_a_while(role, status):
+    """It would be free at all times, and its requests would go to the others however full these are. vLLM from 0.32 on
+    answers 403 on /inference/v1/generate without --enable-scale-out."""
     async with Cluster(p=2, d=2, engine_requests=2) as c:
         (fake, engine), (other, _) = preferred(c, role), (getattr(c, role[0])[1], None)
-        fake.status = 404
+        fake.status = status
         assert (await c.chat("u0")).status_code == 200 and len(fake.seen) == 1
         other.hold = asyncio.Event()
         asked = [asyncio.create_task(c.chat(f"u{n}")) for n in range(1, 7)]
@@ -165,6 +167,9 @@ async def test_engine_without_a_model_is_not_asked_for_it_again_for_a_while(role
         (wants,) = engine._lacking
         engine._lacking[wants] -= 31
         assert not engine.lacks(wants) and (await c.chat("u7")).status_code == 200 and len(fake.seen) == 2
+        engine.now_lacks(wants)
+        engine.mark_unavailable("It was restarted.")
+        assert not engine.lacks(wants)
 
 
 async def test_requests_of_a_burst_wait_for_the_engine_that_has_their_model():

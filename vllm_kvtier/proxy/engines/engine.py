@@ -218,6 +218,7 @@ class Engine:
         self._named.clear()
         self._lacks_something = False
         self.can_be_followed = self._has_several = False
+        self._lacking.clear()
 
     def probe_in_background(self) -> None:
         """Send a health probe. Until it ends, the engine is used, but does not make the proxy ready."""
@@ -234,10 +235,12 @@ class Engine:
         if len(self._lacking) > MAX_LACKING:  # clients make names up
             del self._lacking[next(iter(self._lacking))]
 
-    def refused(self, status: int) -> None:
+    def refused(self, status: int, wants: tuple[str, str]) -> None:
         """It answered 4xx or 5xx to a request that another engine served. That, too, may be by the request: a media
         host may refuse one engine and not the other. So after 5xx a probe decides, unless it has served nothing for a
-        while."""
+        while. ``wants``: route and model."""
+        if status in LACKS:
+            self.now_lacks(wants)
         if status < 500:
             if status != 429 and not self._lacks_something:
                 self._lacks_something = True

@@ -301,7 +301,7 @@ class Generation(EngineRequest):
 
     def _refuse(self, engine: Engine, status: int) -> None:
         self._refusals[engine] = status
-        if status in (404, 405):  # 403 may be the client's
+        if status in (404, 405):  # 403 may be the client's: see ``Engine.refused``
             engine.now_lacks(self._wants)
 
     def _decode_params(self, engine: Engine) -> msgspec.Raw | dict[str, Any]:
@@ -316,7 +316,7 @@ class Generation(EngineRequest):
         engine.succeeded()
         for other, status in self._refusals.items():
             if other is not engine:
-                other.refused(status)
+                other.refused(status, self._wants)
         self._refusals.clear()
         self._decode_engine = engine
         self._trace |= {"decode": engine.url, "attempts": self._attempts}

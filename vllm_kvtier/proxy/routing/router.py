@@ -10,6 +10,8 @@ policy knows better.
 Unavailable engines are skipped. If no decode engine is healthy, one of them is tried nevertheless.
 """
 
+from collections.abc import Sequence
+
 from vllm_kvtier.proxy.config import ProxyConfig
 from vllm_kvtier.proxy.engines.engine import Engine
 from vllm_kvtier.proxy.engines.fleet import Fleet
@@ -39,8 +41,8 @@ class Router:
         expected = self.policy.expect(prompt)
         free = [engine for engine in usable if not engine.full]
         engine = min(free, key=lambda e: self._rank(e, expected(e).cost), default=None)
-        if engine is None:  # others may wait for other engines than these
-            return Choice(None, full=prompt.wants if len(usable) < len(open_engines) else None)
+        if engine is None:
+            return Choice(None, full=_waits_for(prompt, open_engines))
         return Choice(engine, expected(engine).uncached)
 
     def choose_decode(self, prompt: Prompt, route: ConversationRoute | None, prefilled: bool) -> Choice | None:
@@ -51,7 +53,7 @@ class Router:
         usable = [engine for engine in healthy if not engine.lacks(prompt.wants)] or healthy
         free = [engine for engine in usable if not engine.full]
         if not free:  # a request that waits asks at the end of each other one: its prompt is not looked up
-            return Choice(None, full=prompt.wants if len(usable) < len(healthy) else None) if usable else None
+            return Choice(None, full=_waits_for(prompt, healthy)) if usable else None
         engine = next(engine for engine in self.rank_decode(prompt, route, prefilled) if engine in free)
         return Choice(engine, 0 if prefilled else self.policy.expect(prompt)(engine).uncached)
 
@@ -102,3 +104,8 @@ class Router:
     def _engine_of(self, holder: Holder) -> Engine | None:
         engine = self._fleet.find("decode", holder.decode)
         return engine if engine is not None and engine.instance == holder.instance else None
+
+
+def _waits_for(prompt: Prompt, engines: Sequence[Engine]) -> tuple[str, str] | None:
+    """What names the full engines that a request waits for; None: all are full."""
+    return None if all(engine.full for engine in engines) else prompt.wants

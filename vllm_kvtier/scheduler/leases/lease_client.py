@@ -424,7 +424,7 @@ class LeaseClient(LeaseConnections[_Connection]):
         # The time is the peer's: its option may be shorter than ours.
         self._keep_alive(connection, min(self._heartbeat_seconds, max(MIN_LEASE_SECONDS, granted.expires_in) / 3))
         # Not of one that was asked before, and perhaps read early: that read may be the one that failed.
-        if pending is not None and pending.tries and leased.instance in self._unreadable:
+        if pending is not None and pending.tries and not pending.cancelled and leased.instance in self._unreadable:
             self._unreadable[leased.instance] = time.monotonic() + self._config.transfer_timeout
         if isinstance(pending, FollowedLease):
             self._granted_stretch(connection, pending, leased)

@@ -54,7 +54,7 @@ class PendingLease:
     outcome: LeasedBlocks | LookupMiss | None = None
     cancelled: bool = False
     again: bool = False  # asked a second time, of the instance that took the first one's place
-    tries: bool = False  # whether reads from that instance, of which the last one failed, succeed again
+    tries: bool = False  # the last read from that instance failed, and this is the next
     timer: Timer | None = field(default=None, repr=False)
     answered: threading.Event = field(default_factory=threading.Event, repr=False)
 
