@@ -123,16 +123,17 @@ async def test_engine_with_several_endpoints_is_not_followed(monkeypatch, also):
         assert c.core.state()["counts"]["followed"] == 1
 
 
-async def test_failed_prefill_is_tried_at_another_engine():
+@pytest.mark.parametrize("status", [400, 500])
+async def test_failed_prefill_is_tried_at_another_engine(status):
     async with following(p=2) as c:
         asked = asyncio.create_task(c.chat("hello"))
         to_d = await c.d[0].until_seen(1)
         failing, other = sorted(c.p, key=lambda engine: not engine.seen)
-        other.hold, failing.status = None, 500
+        other.hold, failing.status = None, status
         failing.hold.set()
         await asyncio.wait_for(to_d.aborted.wait(), 10)
         c.d[0].hold.set()
-        assert (await asked).status_code == 200
+        assert (await asked).status_code == 200 and len(failing.seen) == len(other.seen) == 1
         export = c.d[0].seen[1].body["kv_transfer_params"]["kvtier"]["export"]
         assert export.startswith(f"secret-export-{other.name}")
 

@@ -87,20 +87,6 @@ async def test_client_error_does_not_wait_for_an_unavailable_engine(status):
         assert (await c.chat("u1")).status_code == status and not c.d[1].seen
 
 
-async def test_followed_prefill_that_is_refused_is_tried_at_another_engine():
-    async with following(p=2) as c:
-        asked = asyncio.create_task(c.chat("hello"))
-        to_d = await c.d[0].until_seen(1)
-        refusing, other = sorted(c.p, key=lambda engine: not engine.seen)
-        other.hold, refusing.status = None, 400
-        refusing.hold.set()
-        await asyncio.wait_for(to_d.aborted.wait(), 10)
-        c.d[0].hold.set()
-        assert (await asked).status_code == 200 and len(refusing.seen) == len(other.seen) == 1
-        export = c.d[0].seen[1].body["kv_transfer_params"]["kvtier"]["export"]
-        assert export.startswith(f"secret-export-{other.name}")
-
-
 async def test_decode_engine_that_refused_beside_the_prefill_is_not_asked_again():
     async with following(d=2, max_decode_attempts=2) as c:
         asked = asyncio.create_task(c.chat("hello"))

@@ -17,7 +17,6 @@ from vllm_kvtier.vllm_compat.hooks.admission import READY
 logger = get_logger(__name__)
 
 
-
 def serves(scheduler: Any, connector: Any) -> bool:
     """Whether ``connector`` is the engine's only one.
 
