@@ -150,12 +150,12 @@ async def test_engine_without_a_model_is_not_asked_for_it_again_for_a_while(role
         other.hold.set()
         assert {reply.status_code for reply in await asyncio.gather(*asked)} == {200} and len(fake.seen) == 1
         fake.status = 200
-        (wants,) = engine._lacking
-        engine._lacking[wants] -= 31
-        assert not engine.lacks(wants) and (await c.chat("u7")).status_code == 200 and len(fake.seen) == 2
-        engine.now_lacks(wants)
+        (wants,) = engine.lacking._until
+        engine.lacking._until[wants] -= 31
+        assert wants not in engine.lacking and (await c.chat("u7")).status_code == 200 and len(fake.seen) == 2
+        engine.lacking.add(wants)
         engine.mark_unavailable("It was restarted.")
-        assert not engine.lacks(wants)
+        assert wants not in engine.lacking
 
 
 async def test_requests_of_a_burst_wait_for_the_engine_that_has_their_model():
@@ -174,8 +174,8 @@ async def test_request_that_waits_for_its_model_does_not_stop_others():
     async with Cluster(p=0, d=2, engine_requests=1) as c:
         first, second = c.core.decode
         route = "/v1/chat/completions"
-        first.now_lacks((route, "x"))
-        second.now_lacks((route, "y"))
+        first.lacking.add((route, "x"))
+        second.lacking.add((route, "y"))
         for fake in c.d:
             fake.hold = asyncio.Event()
         asked = []
@@ -196,7 +196,7 @@ async def test_request_that_waits_for_its_model_does_not_stop_others():
 async def test_failed_over_request_prefers_a_full_engine_that_has_its_model():
     async with Cluster(p=0, d=3, engine_requests=1, backoff_initial=60, backoff_max=60) as c:
         lacking, full, dead = c.core.decode
-        lacking.now_lacks(("/v1/chat/completions", turn("u")["model"]))
+        lacking.lacking.add(("/v1/chat/completions", turn("u")["model"]))
         dead.weighted_picks = -1e9
         slot = EngineSlot(full)
         await c.d[2].kill()
@@ -206,7 +206,7 @@ async def test_failed_over_request_prefers_a_full_engine_that_has_its_model():
 
 async def test_prompt_of_a_model_that_no_prefill_engine_has_waits_for_none():
     async with Cluster(p=1, d=1, engine_requests=1) as c:
-        c.core.prefill[0].now_lacks(("/v1/chat/completions", turn("u")["model"]))
+        c.core.prefill[0].lacking.add(("/v1/chat/completions", turn("u")["model"]))
         slot = EngineSlot(c.core.prefill[0])
         assert (await c.chat("u1")).status_code == 200 and alone(c.d[0].seen[0])
         slot.release()
@@ -216,8 +216,8 @@ async def test_models_that_clients_make_up_are_not_remembered_without_a_limit():
     async with Cluster() as c:
         engine = c.core.decode[0]
         for n in range(1000):
-            engine.now_lacks(("/v1/completions", f"m{n}"))
-        assert len(engine._lacking) <= 256 and engine.lacks(("/v1/completions", "m999"))
+            engine.lacking.add(("/v1/completions", f"m{n}"))
+        assert len(engine.lacking._until) <= 256 and ("/v1/completions", "m999") in engine.lacking
 
 
 async def test_engine_that_fails_meanwhile_is_passed_over_not_the_end_of_the_attempts():
@@ -237,3 +237,78 @@ async def test_full_engine_says_more_than_one_without_the_model():
         preferred(c, "decode")[0].status = 429
         c.d[1].status = 404
         assert (await c.chat("u1")).status_code == 429
+
+
+# ---------------------------------------------------------------- routes that are passed through
+
+PASSED = {
+    "/v1/embeddings": {"model": "m", "input": "a"},
+    "/v1/messages": {"model": "m", "messages": []},
+    "/v1/responses": {"model": "m", "input": "a"},
+    "/tokenize": {"model": "m", "prompt": "a"},
+}
+
+
+@pytest.mark.parametrize("status", [403, 404, 429])
+@pytest.mark.parametrize("path", PASSED)
+async def test_passed_request_that_one_engine_refuses_goes_to_another(path, status):
+    async with Cluster(p=0, d=2, pooling=2 if path == "/v1/embeddings" else 0) as c:
+        role = "pooling" if path == "/v1/embeddings" else "decode"
+        fakes, (engine, other) = c.pooling or c.d, getattr(c.core.fleet, role)
+        fakes[0].status = fakes[0].tokenize_status = status
+        other.weighted_picks = 1e9
+
+        def asked():
+            return [len(fake.passed) + len(fake.tokenized) for fake in fakes]
+
+        for _ in range(3):
+            assert (await c.client.post(path, json=PASSED[path])).status_code == 200
+        assert asked() == [3 if status == 429 else 1, 3]
+        assert engine.healthy and not engine.failures
+        fakes[0].status = fakes[0].tokenize_status = 200
+        assert (await c.client.post(path, json=PASSED[path] | {"model": "other"})).status_code == 200
+        assert asked() == [4 if status == 429 else 2, 3], "only of that model"
+
+
+async def test_passed_request_waits_for_the_engine_that_has_its_model():
+    """Behind it, those of other models go on."""
+    async with Cluster(p=0, d=2, engine_requests=1) as c:
+        c.core.decode[0].lacking.add(("/v1/messages", "m"))
+        slot = EngineSlot(c.core.decode[1])
+        asked = asyncio.create_task(c.client.post("/v1/messages", json=PASSED["/v1/messages"]))
+        await c.until(lambda: c.core.admission.waiting("decode") == 1)
+        other = EngineSlot(c.core.decode[0])
+        behind = asyncio.create_task(c.client.post("/v1/messages", json=PASSED["/v1/messages"] | {"model": "x"}))
+        await c.until(lambda: c.core.admission.waiting("decode") == 2)
+        other.release()
+        assert (await behind).json()["engine"] == "D0" and not asked.done()
+        slot.release()
+        assert (await asked).json()["engine"] == "D1"
+
+
+@pytest.mark.parametrize("path, body", [
+    ("/v1/embeddings", PASSED["/v1/embeddings"]), ("/custom", {"a": 1}),
+    ("/v1/responses", {"model": "m", "previous_response_id": "resp_x"}),
+])  # fmt: skip
+async def test_passed_request_that_all_engines_refuse_is_refused(path, body):
+    """What may run only once, or may be found missing for another reason, says nothing of a model."""
+    async with Cluster(p=0, d=4, extra_routes=("/custom",)) as c:
+        for fake in c.d:
+            fake.status = 404
+        reply = await c.client.post(path, json=body)
+        assert reply.status_code == 404 and "says 404" in reply.text
+        known = path == "/v1/embeddings"
+        assert sum(len(fake.passed) for fake in c.d) == (3 if known else 1)
+        assert sum(len(engine.lacking._until) for engine in c.core.decode) == (3 if known else 0)
+
+
+async def test_pooling_engine_that_answers_errors_to_what_others_serve_becomes_unavailable():
+    async with Cluster(p=0, d=1, pooling=2, backoff_initial=60, backoff_max=60) as c:
+        engine, other = c.core.fleet.pooling
+        c.pooling[0].status, other.weighted_picks = 500, 1e9
+        for _ in range(2):
+            assert (await c.client.post("/v1/embeddings", json=PASSED["/v1/embeddings"])).status_code == 200
+        assert engine.healthy
+        engine._first_error -= 11.0
+        assert (await c.client.post("/v1/embeddings", json=PASSED["/v1/embeddings"])).status_code == 200
+        assert not engine.healthy and other.healthy

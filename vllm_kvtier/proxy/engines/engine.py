@@ -22,6 +22,7 @@ from vllm_kvtier.proxy.engines.engine_http import (
     certificates,
     read_key,
 )
+from vllm_kvtier.proxy.engines.refusals import LACKS, Lacking, Wants
 from vllm_kvtier.proxy.messages.transfer_params import Source, TransferParams
 
 logger = get_logger(__name__)
@@ -35,10 +36,6 @@ _RANK = re.compile(r"_dp\d+$")  # which vLLM adds to the id of each data-paralle
 # So many answers of 5xx in a row to what others served, over so many seconds, are the engine's and not the requests'.
 # The seconds let others' requests succeed there: one client can send any number of requests that fail at once.
 _ERRORS, _ERROR_SECONDS = 3, 10.0
-# Another engine may have the model, the adapter or the path, whatever the request asks for.
-LACKS = (403, 404, 405)
-LACKS_SECONDS = 30.0  # then it may have been given what it lacked
-MAX_LACKING, MAX_NAME = 256, 256  # what is remembered, and characters of a model's name
 
 
 class Engine:
@@ -70,7 +67,7 @@ class Engine:
         self._errors = 0  # answers of 5xx since its last success, to requests that another engine served
         self._first_error = 0.0  # monotonic seconds
         self._lacks_something = False  # it answered 4xx to what another engine served, and that was logged
-        self._lacking: dict[tuple[str, str], float] = {}  # route and model -> until when, monotonic seconds
+        self.lacking = Lacking()
         #: Requests here whose prefill has not ended; and whether an engine can pull from here while it prefills.
         self.followed_prefills = 0
         self.can_be_followed = False
@@ -218,29 +215,18 @@ class Engine:
         self._named.clear()
         self._lacks_something = False
         self.can_be_followed = self._has_several = False
-        self._lacking.clear()
+        self.lacking.clear()
 
     def probe_in_background(self) -> None:
         """Send a health probe. Until it ends, the engine is used, but does not make the proxy ready."""
         self._prober = asyncio.create_task(self._first_probe(), name=f"probe {self.role} {self.index}")
 
-    def lacks(self, wants: tuple[str, str]) -> bool:
-        """Whether it has refused this route and model lately. It answers that at once, so that it would always be the
-        least busy."""
-        return self._lacking.get(wants, 0.0) > time.monotonic()
-
-    def now_lacks(self, wants: tuple[str, str]) -> None:
-        self._lacking.pop(wants, None)
-        self._lacking[wants] = time.monotonic() + LACKS_SECONDS
-        if len(self._lacking) > MAX_LACKING:  # clients make names up
-            del self._lacking[next(iter(self._lacking))]
-
-    def refused(self, status: int, wants: tuple[str, str]) -> None:
+    def refused(self, status: int, wants: Wants) -> None:
         """It answered 4xx or 5xx to a request that another engine served. That, too, may be by the request: a media
         host may refuse one engine and not the other. So after 5xx a probe decides, unless it has served nothing for a
-        while. ``wants``: route and model."""
+        while."""
         if status in LACKS:
-            self.now_lacks(wants)
+            self.lacking.add(wants)
         if status < 500:
             if status != 429 and not self._lacks_something:
                 self._lacks_something = True

@@ -12,8 +12,9 @@ from collections.abc import Callable
 import msgspec
 
 from vllm_kvtier.proxy.config import ProxyConfig
-from vllm_kvtier.proxy.engines.engine import MAX_NAME, Engine, EngineFailure
+from vllm_kvtier.proxy.engines.engine import Engine, EngineFailure
 from vllm_kvtier.proxy.engines.fleet import Fleet
+from vllm_kvtier.proxy.engines.refusals import LACKS_AT_ONCE, MAX_NAME, Wants
 from vllm_kvtier.proxy.kv_events.index import PromptTokens
 from vllm_kvtier.proxy.messages.buffers import Buffers, Held
 from vllm_kvtier.proxy.messages.request_bodies import ClientRequest, Route
@@ -87,13 +88,13 @@ class PromptTokenizer:
             self._keep((name.pieces[-1].digest, beside), ids)
         return ids, len(ids)
 
-    def _idlest(self, wants: tuple[str, str]) -> Engine | None:
+    def _idlest(self, wants: Wants) -> Engine | None:
         every = (*self._fleet.decode, *self._fleet.prefill)
-        engines = [engine for engine in every if engine.usable and not engine.lacks(wants)]
+        engines = [engine for engine in every if engine.usable and wants not in engine.lacking]
         return min(engines, key=lambda engine: (engine.load, engine.tokens), default=None)
 
     async def _tokenize(
-        self, engine: Engine, body: bytes, headers: dict[str, str], estimate: int, wants: tuple[str, str]
+        self, engine: Engine, body: bytes, headers: dict[str, str], estimate: int, wants: Wants
     ) -> array | None:
         """Its failures do not make the engine unavailable, because they may be caused by the prompt."""
         deadline = time.monotonic() + self.config.tokenize_timeout
@@ -111,8 +112,8 @@ class PromptTokenizer:
             self._not_before = now + _BACKOFF_SECONDS
             self._count("tokenize_failed")
             return None
-        if reply.status == 404:
-            engine.now_lacks(wants)
+        if reply.status in LACKS_AT_ONCE:
+            engine.lacking.add(wants)
         tokenized = read_tokens(document) if reply.status == 200 else None
         self._count("tokenized" if tokenized is not None else "tokenize_refused")
         return None if tokenized is None else _packed(tokenized.tokens)

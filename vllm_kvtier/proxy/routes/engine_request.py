@@ -5,12 +5,53 @@ from collections.abc import Callable
 
 from vllm_kvtier.logs import get_logger
 from vllm_kvtier.proxy.core import ProxyCore
-from vllm_kvtier.proxy.engines.engine import AnswersFull, AnswerTooLarge, EngineSlot
+from vllm_kvtier.proxy.engines.engine import AnswersFull, AnswerTooLarge, Engine, EngineSlot
+from vllm_kvtier.proxy.engines.refusals import LACKS_AT_ONCE, Wants
 from vllm_kvtier.proxy.messages.incoming_request import Incoming
 from vllm_kvtier.proxy.routes.client_answer import Answer, memory_full, refusal
 from vllm_kvtier.proxy.routing.admission import Choice, QueueFull
 
 logger = get_logger(__name__)
+
+
+class Refusals:
+    """Engines that have refused a request, while no other one has served it (see ``engines.refusals``)."""
+
+    def __init__(self) -> None:
+        self.wants: Wants = None
+        self._status: dict[Engine, int] = {}
+
+    def __contains__(self, engine: Engine) -> bool:
+        return engine in self._status
+
+    def add(self, engine: Engine, status: int) -> None:
+        self._status[engine] = status
+        if status in LACKS_AT_ONCE:
+            engine.lacking.add(self.wants)
+
+    def served_by(self, engine: Engine) -> None:
+        """The request itself is not at fault."""
+        for other, status in self._status.items():
+            if other is not engine:
+                other.refused(status, self.wants)
+        self._status.clear()
+
+    def end(self) -> None:
+        """No engine has served it. Those that made errors are probed."""
+        for engine, status in self._status.items():
+            if status >= 500:
+                engine.check()
+
+    def allow(self, engine: Engine, error: Answer | None) -> bool:
+        """Whether to try an engine after ``error`` of others. After 4xx the request may be at fault, and an engine that
+        is unavailable may hang."""
+        return error is None or error.status >= 500 or (engine.healthy and engine not in self)
+
+
+def for_client(error: Answer | None, later: Answer) -> Answer:
+    """Which of two engines' errors the client gets: a refusal rather than 5xx, that an engine is full rather than
+    another refusal."""
+    return later if error is None or (later.status < 500 and error.status != 429) else error
 
 
 class EngineRequest:
@@ -23,6 +64,7 @@ class EngineRequest:
         self._held = incoming.answer_held
         self._tenant = tenant
         self._trace = trace
+        self._refusals = Refusals()
 
     async def _acquire(self, role: str, choose: Callable[[], Choice | None], deadline: float) -> EngineSlot | None:
         """A slot as of ``Admission.acquire``, until ``deadline`` (monotonic seconds). Raises QueueFull."""

@@ -8,10 +8,8 @@ Failures and their handling:
   decode engine computes the prompt, or pulls from another decode engine that has the conversation.
 * The prefill engine answers 4xx: another one is tried, too, and the first stays available. It may lack a model, an
   adapter, a parser or a length; or the client's request is at fault, and the decode engine says so.
-* The decode engine has no such model, adapter or path (403, 404, 405), or is full (429): the next one is tried, if it
-  is available. Otherwise the client gets that answer, as it gets any other 4xx of a decode engine.
-* An engine answers 5xx: another one is tried, too, and the first is probed, as it may be the request (vLLM answers 500
-  if it cannot fetch a picture). If others serve what it answers so, and it nothing, it becomes unavailable.
+* The decode engine refuses what another may serve (``engines.refusals``): the next one is tried, after 4xx if it is
+  available. Otherwise the client gets that answer, as it gets any other 4xx of a decode engine.
 * The decode engine fails, is late or answers 5xx before the client got a byte: the next one gets the same params. If
   the first already pulled the export, the next one computes. The first may have started the request, but closing its
   connection aborts that and none of its output was forwarded.
@@ -38,7 +36,8 @@ import msgspec
 
 from vllm_kvtier.logs import get_logger
 from vllm_kvtier.proxy.core import ProxyCore
-from vllm_kvtier.proxy.engines.engine import LACKS, MAX_NAME, AnswerTooLarge, Engine, EngineFailure, EngineSlot, Reply
+from vllm_kvtier.proxy.engines.engine import AnswerTooLarge, Engine, EngineFailure, EngineSlot, Reply
+from vllm_kvtier.proxy.engines.refusals import LACKS, MAX_NAME, may_be_served_elsewhere
 from vllm_kvtier.proxy.messages import response_rewriter, sse
 from vllm_kvtier.proxy.messages.incoming_request import Incoming
 from vllm_kvtier.proxy.messages.request_bodies import ClientRequest
@@ -50,7 +49,7 @@ from vllm_kvtier.proxy.messages.transfer_params import (
     prefill_params,
 )
 from vllm_kvtier.proxy.routes.client_answer import JSON, Answer, forwarded, forwarded_headers, is_stream, unavailable
-from vllm_kvtier.proxy.routes.engine_request import EngineRequest
+from vllm_kvtier.proxy.routes.engine_request import EngineRequest, for_client
 from vllm_kvtier.proxy.routing.admission import QueueFull
 from vllm_kvtier.proxy.routing.conversations import ConversationRoute, Holder, Name, name_conversation
 from vllm_kvtier.proxy.routing.prompt import Prompt
@@ -91,7 +90,7 @@ class Generation(EngineRequest):
         entry = self._name.entry  # of the name, all that is kept while the answer is streamed
         self._turn = Name(() if entry is None else (entry,), entry, self._name.explicit)
         self._salt = core.tenants.salt(tenant, request.client_salt)
-        self._wants = request.route.value, request.model[:MAX_NAME]
+        self._refusals.wants = request.route.value, request.model[:MAX_NAME]
         self._prompt = Prompt(self._name)  # `answer` adds its tokens
         self._wants_report = core.config.allow_report and incoming.headers.get("x-kvtier-report") == "1"
         self._route: ConversationRoute | None = None
@@ -100,7 +99,6 @@ class Generation(EngineRequest):
         self._decode_engine: Engine | None = None
         self._decode_source: Source | None = None  # the endpoint that the decode engine's answer names
         self._attempts = 0
-        self._refusals: dict[Engine, int] = {}  # status 4xx or 5xx, while no other engine has served the request
         self._prefill_by: float | None = None  # deadline of all its prefills, once the first has begun
         self._prefill_seconds: float | None = None
 
@@ -110,7 +108,7 @@ class Generation(EngineRequest):
         core.count("requests")
         self._route = core.routes.find(self._name)
         prompt = await core.prompt(self._request, self._name, self._salt, self._headers)
-        self._prompt = replace(prompt, wants=self._wants)
+        self._prompt = replace(prompt, wants=self._refusals.wants)
         self._request.drop_prompt()
         deadline = time.monotonic() + self._config.queue_timeout
         prefill = decode = answer = None
@@ -134,9 +132,7 @@ class Generation(EngineRequest):
             export = self._prefill_params.export if self._prefill_params is not None else None
             if export is not None and self._decode_engine is None:
                 core.releaser.schedule(export)
-            for engine, status in self._refusals.items():
-                if status >= 500:
-                    engine.check()
+            self._refusals.end()
 
     async def _run(self, prefill: EngineSlot | None, decode: EngineSlot) -> Answer:
         """The prefill, if there is one, then the decode request."""
@@ -213,7 +209,7 @@ class Generation(EngineRequest):
             return Prefill.FAILED if failure.unreached or failure.lives else Prefill.LOST
         if reply.status != 200:
             self._core.count("prefill_declined" if reply.status < 500 else "prefill_failures")
-            self._refuse(engine, reply.status)
+            self._refusals.add(engine, reply.status)
             return Prefill.FAILED
         engine.succeeded()
         self._prefill_engine = engine
@@ -234,8 +230,8 @@ class Generation(EngineRequest):
         for engine in self._decode_order(slot.engine):
             if self._attempts >= self._config.max_decode_attempts:  # one may have been sent beside the prefill
                 break
-            if last_error is not None and last_error.status < 500 and (not engine.healthy or engine in self._refusals):
-                continue  # an unavailable engine may hang, and the client's request may be at fault
+            if not self._refusals.allow(engine, last_error):
+                continue
             if self._attempts:
                 self._core.count("decode_retries")
                 self._core.metrics.retried("decode")
@@ -243,8 +239,8 @@ class Generation(EngineRequest):
             served, answer = await self._decode_at(engine, slot, self._decode_params(engine))
             if served and answer is not None:
                 return answer
-            if answer is not None and (last_error is None or (answer.status < 500 and last_error.status != 429)):
-                last_error = answer
+            if answer is not None:
+                last_error = for_client(last_error, answer)
         if last_error is None or last_error.status not in LACKS:
             self._core.count("refused")
         return last_error or unavailable("No decode engine could answer; the request can be sent again.")
@@ -278,13 +274,13 @@ class Generation(EngineRequest):
         except AnswerTooLarge as failure:
             return True, self._answer_too_large(failure)
         except StreamRefused as failure:
-            self._refuse(engine, failure.answer.status)
+            self._refusals.add(engine, failure.answer.status)
             return False, failure.answer
         except EngineFailure as failure:
             engine.mark_unavailable(str(failure), may_have_restarted=not failure.lives)
             return False, None
-        if reply.status in (*LACKS, 429) or reply.status >= 500:
-            self._refuse(engine, reply.status)
+        if may_be_served_elsewhere(reply.status):
+            self._refusals.add(engine, reply.status)
             return False, forwarded(reply, document)
         if reply.status != 200:
             return True, forwarded(reply, document)
@@ -296,13 +292,8 @@ class Generation(EngineRequest):
         prefilled = self._prefill_params is not None
         ranked = self._core.router.rank_decode(self._prompt, self._route, prefilled)
         last = {e for e in ranked if not e.healthy or e in self._refusals}
-        ranked.sort(key=lambda e: (e in last, e is not chosen, e.lacks(self._wants), e.full))
+        ranked.sort(key=lambda e: (e in last, e is not chosen, self._refusals.wants in e.lacking, e.full))
         return ranked or [chosen]
-
-    def _refuse(self, engine: Engine, status: int) -> None:
-        self._refusals[engine] = status
-        if status in (404, 405):  # 403 may be the client's: see ``Engine.refused``
-            engine.now_lacks(self._wants)
 
     def _decode_params(self, engine: Engine) -> msgspec.Raw | dict[str, Any]:
         """The prefill engine's params, else the sources of the conversation. Without params, no pulls are reported."""
@@ -314,10 +305,7 @@ class Generation(EngineRequest):
     def _note_decode(self, engine: Engine) -> None:
         """Record the engine that serves the request as the conversation's latest."""
         engine.succeeded()
-        for other, status in self._refusals.items():
-            if other is not engine:
-                other.refused(status, self._wants)
-        self._refusals.clear()
+        self._refusals.served_by(engine)
         self._decode_engine = engine
         self._trace |= {"decode": engine.url, "attempts": self._attempts}
         if self._prefill_params is None:

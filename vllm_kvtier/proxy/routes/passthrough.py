@@ -6,7 +6,7 @@ call their workers. A path that is neither listed here nor in ``extra_routes`` i
 A request goes to one engine; streams are forwarded as they arrive. Another engine is tried only before any byte of an
 answer was forwarded, and only if the first engine cannot have started the request (no connection was made) or if the
 request is idempotent for the client. ``/v1/responses`` with storing and ``extra_routes`` are not idempotent: if their
-outcome is unknown, the client gets a 502.
+outcome is unknown, the client gets a 502. What an engine refuses is tried at another one as ``engines.refusals`` says.
 """
 
 import re
@@ -21,6 +21,7 @@ import msgspec
 from vllm_kvtier.logs import get_logger
 from vllm_kvtier.proxy.core import ProxyCore
 from vllm_kvtier.proxy.engines.engine import AnswerTooLarge, Engine, EngineFailure, EngineSlot, Reply
+from vllm_kvtier.proxy.engines.refusals import MAX_NAME, may_be_served_elsewhere
 from vllm_kvtier.proxy.messages import response_rewriter
 from vllm_kvtier.proxy.messages.incoming_request import Incoming
 from vllm_kvtier.proxy.messages.request_bodies import (
@@ -40,10 +41,11 @@ from vllm_kvtier.proxy.routes.client_answer import (
     refusal,
     unavailable,
 )
-from vllm_kvtier.proxy.routes.engine_request import EngineRequest
+from vllm_kvtier.proxy.routes.engine_request import EngineRequest, for_client
 from vllm_kvtier.proxy.routing.admission import Choice, QueueFull
 from vllm_kvtier.proxy.routing.conversations import CHARS_PER_TOKEN, ConversationRoute, Holder, Name
 from vllm_kvtier.proxy.routing.prompt import Prompt
+from vllm_kvtier.proxy.routing.router import waits_for
 
 logger = get_logger(__name__)
 
@@ -121,6 +123,7 @@ class Passthrough(EngineRequest):
         except QueueFull as error:
             return self._queue_full(error)
         finally:
+            self._refusals.end()
             if slot is not None and (answer is None or answer.slot is None):
                 slot.release()
 
@@ -133,6 +136,9 @@ class Passthrough(EngineRequest):
         if self._incoming.path not in _JSON and not (self._rule.salted and self._is_json(body)):
             return body
         fields = read_object(body)
+        if self._incoming.path in _JSON and read_field(fields, "previous_response_id") is None:
+            model = read_field(fields, "model")
+            self._refusals.wants = self._incoming.path, model[:MAX_NAME] if isinstance(model, str) else ""
         has_media = rename_media(fields, partial(self._core.tenants.media_name, self._tenant))
         if not self._rule.salted:
             return msgspec.json.encode(fields) if has_media else body
@@ -168,10 +174,11 @@ class Passthrough(EngineRequest):
             engines = self._candidates(None)
             if not engines:
                 return None
-            healthy = [engine for engine in engines if engine.healthy] or engines
-            free = next((engine for engine in healthy if not engine.full), None)
+            healthy, wants = [engine for engine in engines if engine.healthy] or engines, self._refusals.wants
+            usable = [engine for engine in healthy if wants not in engine.lacking] or healthy
+            free = next((engine for engine in usable if not engine.full), None)
             if free is None:
-                return Choice(None, full=self._only_one(role, engines))
+                return Choice(None, full=self._only_one(role, engines) or waits_for(wants, healthy))
             return Choice(free, tokens if self._rule.salted else 0)
 
         return await self._acquire(role, choose, time.monotonic() + self._config.queue_timeout)
@@ -187,17 +194,18 @@ class Passthrough(EngineRequest):
         fleet = self._core.fleet
         if self._rule.role == "any":
             # Decode engines first: there is always one.
-            found = sorted(fleet, key=lambda e: (e.role != "decode", not e.healthy, e.load, e.weighted_picks))
-            found = [engine for engine in found if engine.open]
+            found = [engine for engine in fleet if engine.open]
+            found.sort(key=lambda e: (e.role != "decode", e.load, e.weighted_picks))
         elif self._rule.role == "pooling" and fleet.pooling:
             found = [engine for engine in fleet.pooling if engine.open]
-            found.sort(key=lambda e: (not e.healthy, e.load, e.weighted_picks))
+            found.sort(key=lambda e: (e.load, e.weighted_picks))
         elif (engine := self._stored_at()) is not None:
             # Others would answer that there is no such response. A drained engine is still read.
             return [engine] if engine.open or not self._rule.salted else []
         else:
             found = self._core.router.rank_decode(Prompt(_NO_CONVERSATION), None)
-        found.sort(key=lambda engine: (not engine.healthy, engine is not chosen))
+        wants = self._refusals.wants
+        found.sort(key=lambda engine: (not engine.healthy, engine is not chosen, wants in engine.lacking))
         return found
 
     def _stored_at(self) -> Engine | None:
@@ -215,6 +223,8 @@ class Passthrough(EngineRequest):
     async def _ask(self, slot: EngineSlot, body: bytes | None) -> Answer:
         last_error: Answer | None = None
         for attempt, engine in enumerate(self._candidates(slot.engine)[: self._config.max_decode_attempts]):
+            if not self._refusals.allow(engine, last_error):
+                continue
             if attempt:
                 self._core.metrics.retried(engine.role)
             slot.move(engine, slot.tokens)
@@ -230,10 +240,14 @@ class Passthrough(EngineRequest):
                 continue
             # An error is an outcome, other than a broken connection; clients would send it again as well.
             repeatable = self._idempotent or (self._incoming.path == "/v1/responses" and self._response is None)
-            if answer.status < 500 or not repeatable:
+            if not (repeatable and may_be_served_elsewhere(answer.status)):
                 self._trace |= {"engine": engine.url, "attempts": attempt + 1}
+                if answer.status < 400:
+                    self._refusals.served_by(engine)
                 return answer
-            last_error = answer
+            if answer.status < 500 or self._rule.role != "any":
+                self._refusals.add(engine, answer.status)
+            last_error = for_client(last_error, answer)
         return last_error or unavailable("No engine could answer; the request can be sent again.")
 
     async def _ask_one(self, engine: Engine, slot: EngineSlot, body: bytes | None) -> Answer:

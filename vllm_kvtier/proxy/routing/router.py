@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from vllm_kvtier.proxy.config import ProxyConfig
 from vllm_kvtier.proxy.engines.engine import Engine
 from vllm_kvtier.proxy.engines.fleet import Fleet
+from vllm_kvtier.proxy.engines.refusals import Wants
 from vllm_kvtier.proxy.messages.transfer_params import Source
 from vllm_kvtier.proxy.routing.admission import Choice
 from vllm_kvtier.proxy.routing.conversations import ConversationRoute, Holder, Name
@@ -35,14 +36,14 @@ class Router:
     def choose_prefill(self, prompt: Prompt, exclude: tuple[Engine, ...] = ()) -> Choice | None:
         """The prefill engine for a prompt; None if none is usable, or has what the request wants."""
         open_engines = [engine for engine in self._fleet.prefill if engine.usable and engine not in exclude]
-        usable = [engine for engine in open_engines if not engine.lacks(prompt.wants)]
+        usable = [engine for engine in open_engines if prompt.wants not in engine.lacking]
         if not usable:
             return None
         expected = self.policy.expect(prompt)
         free = [engine for engine in usable if not engine.full]
         engine = min(free, key=lambda e: self._rank(e, expected(e).cost), default=None)
         if engine is None:
-            return Choice(None, full=_waits_for(prompt, open_engines))
+            return Choice(None, full=waits_for(prompt.wants, open_engines))
         return Choice(engine, expected(engine).uncached)
 
     def choose_decode(self, prompt: Prompt, route: ConversationRoute | None, prefilled: bool) -> Choice | None:
@@ -50,10 +51,10 @@ class Router:
         candidates = [engine for engine in self._fleet.decode if engine.open]
         # Unavailable engines get requests only if all are unavailable, not if the others are full.
         healthy = [engine for engine in candidates if engine.healthy] or candidates
-        usable = [engine for engine in healthy if not engine.lacks(prompt.wants)] or healthy
+        usable = [engine for engine in healthy if prompt.wants not in engine.lacking] or healthy
         free = [engine for engine in usable if not engine.full]
         if not free:  # a request that waits asks at the end of each other one: its prompt is not looked up
-            return Choice(None, full=_waits_for(prompt, healthy)) if usable else None
+            return Choice(None, full=waits_for(prompt.wants, healthy)) if usable else None
         engine = next(engine for engine in self.rank_decode(prompt, route, prefilled) if engine in free)
         return Choice(engine, 0 if prefilled else self.policy.expect(prompt)(engine).uncached)
 
@@ -64,7 +65,7 @@ class Router:
             return candidates
         expected = self.policy.expect(prompt)
         share = _PULL_SHARE if prefilled else 1
-        lacks = {engine for engine in candidates if engine.lacks(prompt.wants)}
+        lacks = {engine for engine in candidates if prompt.wants in engine.lacking}
         candidates.sort(key=lambda e: (not e.healthy, e in lacks, *self._rank(e, expected(e).cost * share)))
         named = prompt.name.explicit
         keeps = named or self.policy.keeps_conversation(prompt, prefilled)
@@ -106,6 +107,6 @@ class Router:
         return engine if engine is not None and engine.instance == holder.instance else None
 
 
-def _waits_for(prompt: Prompt, engines: Sequence[Engine]) -> tuple[str, str] | None:
+def waits_for(wants: Wants, engines: Sequence[Engine]) -> Wants:
     """What names the full engines that a request waits for; None: all are full."""
-    return None if all(engine.full for engine in engines) else prompt.wants
+    return None if all(engine.full for engine in engines) else wants

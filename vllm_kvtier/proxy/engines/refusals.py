@@ -1,0 +1,49 @@
+"""What an engine's refusal means, by its HTTP status, and what an engine is known to lack. One table for all routes.
+
+Engines of a role may differ in their models, adapters, routes, parsers and lengths.
+
+* 401: with a key of the proxy's, the engine has failed (``Engine.ask``); with the client's, the client gets it.
+* 403: another engine is tried. If that serves the request, this one lacks the route for the model: vLLM from 0.32 on
+  answers so on paths that it is not started with. A gateway may answer so to one client, hence not at once.
+* 404, 405: another engine is tried. This one lacks the route for the model.
+* 429: another engine is tried. This one is full.
+* 5xx: another engine is tried. If that serves the request, this one has made an error (``Engine.refused``), else it is
+  probed: it may be the request (vLLM answers 500 if it cannot fetch a picture).
+* Any other 4xx: the request may be at fault. Only a prefill is tried at another engine.
+"""
+
+import time
+
+# Another engine may have the model, the adapter or the path, whatever the request asks for.
+LACKS = (403, 404, 405)
+LACKS_AT_ONCE = (404, 405)
+LACKS_SECONDS = 30.0  # then it may have been given what it lacked
+MAX_LACKING, MAX_NAME = 256, 256  # what is remembered, and characters of a model's name
+
+#: Route and model; None if the model is not known, or what is missing may be something else: nothing is remembered.
+Wants = tuple[str, str] | None
+
+
+def may_be_served_elsewhere(status: int) -> bool:
+    return status in (*LACKS, 429) or status >= 500
+
+
+class Lacking:
+    """What an engine has refused lately. It answers that at once, so that it would always be the least busy."""
+
+    def __init__(self) -> None:
+        self._until: dict[tuple[str, str], float] = {}  # monotonic seconds
+
+    def __contains__(self, wants: Wants) -> bool:
+        return wants is not None and self._until.get(wants, 0.0) > time.monotonic()
+
+    def add(self, wants: Wants) -> None:
+        if wants is None:
+            return
+        self._until.pop(wants, None)
+        self._until[wants] = time.monotonic() + LACKS_SECONDS
+        if len(self._until) > MAX_LACKING:  # clients make names up
+            del self._until[next(iter(self._until))]
+
+    def clear(self) -> None:
+        self._until.clear()
