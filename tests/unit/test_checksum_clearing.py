@@ -30,7 +30,6 @@ class Ranks:
             reactor.start()
             if rank < count:
                 self._send(rank, lm.ChecksumsReady(rank, 1))
-        self.reported = set()
         eventually(lambda: len(self.reported) == count)
 
     def on_message(self, message):
