@@ -8,6 +8,7 @@ import torch
 from pydantic.fields import FieldInfo
 from vllm.config import CacheConfig, LoadConfig, ModelConfig, ParallelConfig, VllmConfig
 from vllm.config.attention import AttentionConfig
+from vllm.config.multimodal import MultiModalConfig
 
 
 def at_defaults(cls: type, **fields: Any) -> Any:
@@ -23,6 +24,11 @@ def at_defaults(cls: type, **fields: Any) -> Any:
             default = default.get_default(call_default_factory=True)
         object.__setattr__(made, name, default)
     return made
+
+
+def multimodal(**fields: Any) -> dict[str, Any]:
+    """Of a model's configuration."""
+    return {"multimodal_config": at_defaults(MultiModalConfig, **fields)}
 
 
 def engine_config(

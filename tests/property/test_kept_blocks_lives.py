@@ -7,6 +7,7 @@ model knows the content of each cell: the tokens that its KV depends on. Drafts 
 
 import random
 import sys
+import zlib
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -95,7 +96,7 @@ class Connector(KVConnectorBase_V1, SupportsHMA):
 
 
 def next_token(salt, tokens):
-    return hash((salt, tuple(tokens))) % WORDS
+    return zlib.crc32(repr((salt, *tokens)).encode()) % WORDS
 
 
 class Life(Offload):

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 import pytest
 from store_process import Store
+from store_servers import make
 from store_support import EVERYTHING, NAMESPACE_ID, RawClient, block_hashes_of, engine_hello, items_of, tool_hello
 from support import eventually, stop
 
@@ -26,13 +27,6 @@ from vllm_kvtier.wire.reactor import Reactor
 from vllm_kvtier.wire.stream import read_frame
 
 BLOCK_HASHES = block_hashes_of((20, "a"))
-
-
-def make(path, **options) -> StoreServer:
-    server = StoreServer(str(path), StoreOptions(**{"size": "1MiB", **options}))
-    server.start()
-    eventually(lambda: server.memory.ready == server.memory.usable)
-    return server
 
 
 @pytest.fixture

@@ -1,0 +1,399 @@
+"""The weights' part of a namespace: which files count, and which weights are like no other."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+from engine_configs import engine_config, multimodal
+
+from vllm_kvtier import fingerprint
+from vllm_kvtier.fingerprint import model_folder, of_files
+from vllm_kvtier.vllm_compat import namespace as ns
+
+# -- the weights -------------------------------------------------------------------------------------------------------
+
+
+def model(folder, load_format: str = "auto", **more):
+    return engine_config(model=str(folder), load={"load_format": load_format}, **more)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "model.safetensors").write_bytes(bytes(10_000))
+    monkeypatch.setattr(ns, "process_start", lambda: 1 << 62)  # vLLM loads weights when the test has written them
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize("load_format", ["auto", "safetensors", "fastsafetensors", "runai_streamer", "sharded_state"])
+def test_model_fingerprint_depends_on_weight_files(folder, load_format):
+    before = ns.model_fingerprint(model(folder, load_format))
+    assert before == ns.model_fingerprint(model(folder, load_format))
+    (folder / "model.safetensors").write_bytes(b"1" * 10_000)
+    assert ns.model_fingerprint(model(folder, load_format)) != before
+    assert ns.model_fingerprint(model(folder / "model.safetensors")) == ns.model_fingerprint(model(folder)), "one file"
+
+
+def test_model_fingerprint_ignores_what_a_model_adds_to_its_configuration(folder):
+    """As MiniMax M2 and Gemma 3 do, in the scheduler's process if there is one rank and no data parallelism."""
+    hf, built = {"layers": 2}, {"layers": 2, "max_model_len": 512}
+    elsewhere = dict(hf_config_path=str(folder.parent / "other"))
+    assert ns.model_fingerprint(model(folder, hf=hf)) != ns.model_fingerprint(model(folder, hf=built)), "without a file"
+    (folder / "config.json").write_text('{"layers": 2, "transformers_version": "5.0"}')
+    one, several = ns.model_fingerprint(model(folder, hf=built)), ns.model_fingerprint(model(folder, hf=hf))
+    others = [ns.model_fingerprint(model(folder, hf=each, **elsewhere)) for each in (hf, {"layers": 3})]
+    assert one == several and others[0] != others[1], "vLLM read another file, which is not here"
+    quantized = ns.model_fingerprint(model(folder, hf={"quantization_config": {"bits": 4}}))
+    (folder / "config.json").write_text('{"layers": 3}')
+    assert len({one, quantized, ns.model_fingerprint(model(folder, hf=hf))}) == 3
+
+
+def test_model_fingerprint_depends_on_what_a_function_overrides(folder):
+    """The namespace has its name only, and the store outlives the engine whose script is edited."""
+    (folder / "config.json").write_text('{"layers": 2}')
+    edited = [model(folder, hf={"layers": 2, "factor": each}, hf_overrides=json.loads) for each in (2.0, 4.0)]
+    assert len({ns.model_fingerprint(each) for each in edited}) == 2
+
+
+def test_model_fingerprint_is_that_of_weights_loaded_to_another_directory(folder, tmp_path, monkeypatch):
+    """Its hub's cache has the configuration, that directory the weights."""
+    hub = tmp_path / "hub"
+    shutil.copytree(folder, hub)
+    (hub / "config.json").write_text('{"layers": 2}')
+    monkeypatch.setattr(ns, "model_folder", lambda name, revision=None, download=None: folder if download else hub)
+    monkeypatch.setattr(ns, "changed_since", lambda *_: False)
+    usual = ns.model_fingerprint(model("org/model", hf={"layers": 2}))
+    load = {"download_dir": "elsewhere", "load_format": "auto"}
+    assert ns.model_fingerprint(engine_config({"layers": 2, "more": 1}, model="org/model", load=load)) == usual
+    by_path = model(folder, hf={"layers": 2, "more": 1}, hf_config_path="org/model")
+    assert ns.model_fingerprint(by_path) == usual
+
+
+def test_model_fingerprint_of_mistral_folder_is_that_of_what_vllm_loads(folder):
+    """A hub's copy may have the weights in both formats; vLLM downloads, and with "auto" loads, Mistral's alone."""
+    (folder / "model.safetensors").rename(folder / "consolidated.safetensors")
+    (folder / "params.json").write_text('{"dim": 8}')
+    built = {"rope_parameters": {"rope_type": "deepseek_yarn"}}  # in this process with one rank only
+    hf = {"rope_parameters": {"rope_type": "yarn"}}
+    alone = {ns.model_fingerprint(model(folder, hf=each)) for each in (hf, built)}
+    (folder / "model-00001.safetensors").write_bytes(bytes(5000))
+    whole = {ns.model_fingerprint(model(folder, form, hf=built)) for form in ("auto", "mistral")}
+    assert len(alone) == 1 and alone == whole
+    assert ns.model_fingerprint(model(folder, "safetensors", hf=hf)) not in whole, "it loads both"
+    assert ns.model_fingerprint(model(folder, hf=hf, config_format="mistral")) in whole
+    (folder / "config.json").write_text("{}")
+    assert ns.model_fingerprint(model(folder, hf=hf, config_format="hf")) != ns.model_fingerprint(model(folder, hf=hf))
+    before = ns.model_fingerprint(model(folder, hf=hf))
+    (folder / "params.json").write_text('{"dim": 9}')
+    changed = ns.model_fingerprint(model(folder, hf=hf))
+    (folder / "consolidated.safetensors").write_bytes(b"1" * 10_000)
+    assert len({before, changed, ns.model_fingerprint(model(folder, hf=hf))}) == 3
+
+
+@pytest.mark.parametrize("load_format, loaded", [("pt", "a.bin"), ("npcache", "a.bin"), ("gguf", "a.gguf")])
+def test_model_fingerprint_uses_files_of_load_format(folder, load_format, loaded):
+    """Beside safetensors that are not."""
+    (folder / loaded).write_bytes(bytes(10_000))
+    found = [ns.model_fingerprint(model(folder, form)) for form in (load_format, "auto")]
+    (folder / loaded).write_bytes(b"1" * 10_000)
+    assert ns.model_fingerprint(model(folder, load_format)) != found[0]
+    assert ns.model_fingerprint(model(folder)) == found[1]
+
+
+def test_model_fingerprint_depends_on_weights_in_folders_of_its_folder(tmp_path, folder, monkeypatch):
+    """As of Cosmos 3, whose KV was not shared; also by a hub's name, whose revision may have moved."""
+    snapshot = tmp_path / "models--org--model" / "snapshots" / ("1" * 40)
+    (snapshot / "transformer").mkdir(parents=True)
+    (folder / "model.safetensors").rename(snapshot / "transformer" / "model.safetensors")
+    (ref := snapshot.parents[1] / "refs" / "main").parent.mkdir()
+    ref.write_text("1" * 40)
+    monkeypatch.setattr(ns, "model_folder", lambda *_: snapshot)
+    hub = model("org/model")
+    before = ns.model_fingerprint(hub)
+    assert before == ns.model_fingerprint(model(snapshot))
+    (snapshot / "transformer" / "model.safetensors").write_bytes(b"1" * 10_000)
+    assert ns.model_fingerprint(hub) == ns.model_fingerprint(hub) != before
+    starts_now(monkeypatch)
+    ref.write_text("2" * 40)
+    assert ns.model_fingerprint(hub) != ns.model_fingerprint(hub)
+
+
+@pytest.mark.parametrize("load_format", ["dummy", "tensorizer", "ipc_cache", "modelexpress", "a plugin's"])
+def test_model_fingerprint_of_dummy_weights_is_unique(folder, load_format, caplog):
+    """Dummy weights counted by their seed, so that KV of a model whose weights were pushed served another's."""
+    found = {ns.model_fingerprint(model(folder, load_format)) for _ in range(3)}
+    assert len(found) == 3 and "model_fingerprint" in caplog.text and load_format in caplog.text
+    assert ns.ModelFingerprint(model(folder, load_format), "mine").get(60.0) == "mine"
+
+
+def test_model_fingerprint_of_unreadable_weights_is_unique(tmp_path, folder, monkeypatch, caplog):
+    """By name and revision alone, "main" of a hub was the same for ever."""
+    for absent in (tmp_path / "absent", "org/not-on-this-machine"):
+        assert ns.model_fingerprint(model(absent)) != ns.model_fingerprint(model(absent))
+
+    def unreadable(files):
+        raise OSError("input/output error")
+
+    monkeypatch.setattr(ns, "file_digests", unreadable)
+    assert ns.model_fingerprint(model(folder)) != ns.model_fingerprint(model(folder))
+    assert "input/output error" in caplog.text
+
+
+def test_model_fingerprint_depends_on_processor_config_of_multimodal_models(folder):
+    """The same picture becomes other numbers, under the same block hashes."""
+    media = multimodal()
+    for name in ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json", "tekken.json"):
+        text, before = ns.model_fingerprint(model(folder)), ns.model_fingerprint(model(folder, **media))
+        (folder / name).write_text('{"max_pixels": 1000}')
+        first = ns.model_fingerprint(model(folder, **media))
+        (folder / name).write_text('{"max_pixels": 2000}')
+        assert len({before, first, ns.model_fingerprint(model(folder, **media))}) == 3, name
+        assert ns.model_fingerprint(model(folder)) == text, "a model of text alone does not read it"
+
+
+def test_model_fingerprint_depends_on_models_that_are_parts_of_it(folder, tmp_path):
+    """Ultravox has only an adapter of its own; what its language model is, a name says."""
+    text = tmp_path / "text"
+    text.mkdir()
+    (folder / "config.json").write_text(json.dumps({"text_model_id": str(text)}))
+
+    def fingerprint():
+        config = model(folder)
+        config.model_config.hf_config.text_model_id = str(text)
+        return ns.model_fingerprint(config)
+
+    assert fingerprint() != fingerprint(), "its weights are not there"
+    found = set()
+    for content in (bytes(1000), b"1" * 1000):
+        (text / "model.safetensors").write_bytes(content)
+        found.add(fingerprint())
+        assert fingerprint() in found
+    (text / "config.json").write_text("{}")
+    assert len({*found, fingerprint()}) == 3
+
+
+@pytest.mark.parametrize("name", ["whisper-large-v3", "audio_tokenizer"])
+def test_model_fingerprint_depends_on_encoder_in_folder_of_its_folder(folder, name):
+    media, found = multimodal(), set()
+    (folder / name).mkdir()
+    for file, content in (("x", ""), ("model.safetensors", "1"), ("model.safetensors", "2"),
+                          ("config.json", "{}"), ("preprocessor_config.json", "{}")):  # fmt: skip
+        (folder / name / file).write_text(content * 1000)
+        found.add(ns.model_fingerprint(model(folder, **media)))
+        assert ns.model_fingerprint(model(folder, **media)) in found
+    assert len(found) == 5
+
+
+@pytest.mark.parametrize("method", ["eagle", "draft_model", "mtp", "ngram", "own layers"])
+def test_model_fingerprint_depends_on_drafts_that_keep_kv(folder, tmp_path, method):
+    """Their KV is stored with the target's: another draft's would be accepted less often."""
+    draft = tmp_path / "draft"
+    draft.mkdir()
+    (draft / "config.json").write_text("{}")
+    (draft / "model.safetensors").write_bytes(bytes(1000))
+
+    def fingerprint():
+        config = model(folder)
+        of = config.model_config if method == "own layers" else SimpleNamespace(model=str(draft), revision=None)
+        config.speculative_config = SimpleNamespace(
+            method=method, draft_model_config=of, use_eagle=lambda: method in ("eagle", "mtp", "own layers")
+        )
+        return ns.model_fingerprint(config)
+
+    before, plain = fingerprint(), ns.model_fingerprint(model(folder))
+    assert (before == plain) == (method in ("ngram", "own layers"))
+    (draft / "model.safetensors").write_bytes(b"1" * 1000)
+    assert (fingerprint() == before) == (method in ("ngram", "own layers"))
+
+
+def test_model_fingerprint_depends_on_draft_in_the_download_dir(folder, tmp_path, monkeypatch):
+    """As it does on the model's own files there; without files, on the revision."""
+    draft, described = tmp_path / "draft", tmp_path / "described"
+    draft.mkdir()
+    described.mkdir()
+    (described / "config.json").write_text("{}")  # vLLM has only the weights in --download-dir
+    folders = {"elsewhere": str(draft), None: str(described)}
+
+    def snapshot(name, revision, cache_dir, local_files_only):
+        if cache_dir not in folders:
+            raise FileNotFoundError(name)
+        return folders[cache_dir]
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    found = set()
+    for weights, revision in ((b"1" * 1000, None), (b"2" * 1000, None), (None, "a"), (None, "b")):
+        config = model(folder)
+        config.load_config.download_dir = "elsewhere"
+        of = SimpleNamespace(model="org/draft", revision=revision)
+        config.speculative_config = SimpleNamespace(method="eagle", draft_model_config=of, use_eagle=lambda: True)
+        if weights:
+            (draft / "model.safetensors").write_bytes(weights)
+        else:
+            folders.clear()
+        found.add(ns.model_fingerprint(config))
+    assert len(found) == 4
+
+
+def test_model_fingerprint_depends_on_trusted_remote_code(folder):
+    (folder / "modeling.py").write_text("a = 1")
+    trusted, before = (ns.model_fingerprint(model(folder, trust_remote_code=trust)) for trust in (True, False))
+    (folder / "modeling.py").write_text("a = 2")
+    assert ns.model_fingerprint(model(folder, trust_remote_code=True)) != trusted
+    assert ns.model_fingerprint(model(folder)) == before, "it is not run"
+
+
+@pytest.mark.parametrize("variable", ["true", "True", "1"])
+def test_model_fingerprint_of_modelscope_name_is_unique(folder, monkeypatch, variable):
+    """vLLM reads that hub's copy; the other hub's may lie in its cache under the same name."""
+    asked = []
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **options: asked.append(name) or str(folder))
+    first, again = (ns.model_fingerprint(model("org/model")) for _ in range(2))
+    assert first == again and "org/model" in asked
+    monkeypatch.setenv("VLLM_USE_MODELSCOPE", variable)
+    asked.clear()
+    assert ns.model_fingerprint(model("org/model")) != ns.model_fingerprint(model("org/model")) and not asked
+    assert model_folder("org/adapter") is None and of_files("org/model") is None
+    assert ns.model_fingerprint(model(folder)) == ns.model_fingerprint(model(folder)), "a path is read as it is"
+    monkeypatch.setenv("VLLM_USE_MODELSCOPE", "false")
+    assert ns.model_fingerprint(model("org/model")) == first
+
+
+def starts_now(monkeypatch) -> int:
+    """This process, between all that was written and all that is to be, by the clock of the file system."""
+    time.sleep(0.02)  # it ticks every 10 ms, or more often
+    moment = time.time_ns()
+    monkeypatch.setattr(ns, "process_start", lambda: moment)
+    time.sleep(0.02)
+    return moment
+
+
+def rewrite(top):
+    (top / "current" / "model.safetensors").write_bytes(b"2" * 10_000)
+
+
+def switch_link(top):
+    (top / "link").unlink()
+    (top / "link").symlink_to("v2")
+
+
+def switch_link_behind_a_link(top):
+    (top / "stage").unlink()
+    (top / "stage").symlink_to("v2")
+
+
+def rename_folder(top):
+    (top / "v1").rename(top / "old")
+    (top / "v2").rename(top / "v1")
+
+
+def rename_folder_above(top):
+    top.rename(top.parent / "old")
+    (top.parent / "spare").rename(top)
+
+
+@pytest.mark.parametrize("path", ["v1", "current", "stage", "link"])
+@pytest.mark.parametrize(
+    "change", [None, rewrite, switch_link, switch_link_behind_a_link, rename_folder, rename_folder_above]
+)
+def test_model_fingerprint_of_files_changed_after_start_is_unique(tmp_path, folder, monkeypatch, caplog, path, change):
+    """vLLM loads weights tens of seconds before their files are looked at: it may have loaded others."""
+    top = tmp_path / "top"
+    for version in ("v1", "v2"):
+        shutil.copytree(folder, top / version)
+    for link, target in (("stage", "v1"), ("link", top / "stage"), ("current", "link")):
+        (top / link).symlink_to(target)
+    shutil.copytree(top, tmp_path / "spare", symlinks=True)
+    before = ns.model_fingerprint(model(top / path))
+    starts_now(monkeypatch)
+    if change is not None:
+        change(top)
+    elsewhere = {switch_link: ("v1", "stage"), switch_link_behind_a_link: ("v1",)}.get(change, ())
+    same = ns.model_fingerprint(model(top / path)) == before
+    assert same is (change is None or path in elsewhere) and ("had started" in caplog.text) is not same
+
+
+@pytest.mark.parametrize("own_clock", [True, False])
+def test_model_fingerprint_allows_for_a_file_servers_clock(folder, monkeypatch, own_clock):
+    """By a clock that is behind, a change after the start is one before it."""
+    if not own_clock:
+        monkeypatch.setattr(fingerprint, "OWN_CLOCK", frozenset())
+    before = ns.model_fingerprint(model(folder))
+    for seconds, same in ((5, own_clock), (15, True)):
+        start = os.stat(folder / "model.safetensors").st_ctime_ns + seconds * 10**9
+        monkeypatch.setattr(ns, "process_start", lambda start=start: start)
+        assert (ns.model_fingerprint(model(folder)) == before) is same
+
+
+def test_model_fingerprint_ignores_changes_beside_the_folder(tmp_path, folder, monkeypatch):
+    before = ns.model_fingerprint(model(folder))
+    starts_now(monkeypatch)
+    (tmp_path / "another").mkdir()
+    assert ns.model_fingerprint(model(folder)) == before
+    (folder / "config.json").write_text("{}")
+    assert ns.model_fingerprint(model(folder)) != before
+
+
+def test_model_fingerprint_of_hub_name_with_moved_revision_is_unique(tmp_path, folder, monkeypatch):
+    """What is in a snapshot is that revision, whenever it was downloaded."""
+    hub = tmp_path / "models--org--model"
+    for revision in ("1" * 40, "2" * 40):
+        shutil.copytree(folder, hub / "snapshots" / revision)
+    (hub / "refs").mkdir()
+    (hub / "refs" / "main").write_text("1" * 40)
+
+    def found(model, revision=None, download_dir=None):
+        return hub / "snapshots" / (revision or (hub / "refs" / "main").read_text())
+
+    monkeypatch.setattr(ns, "model_folder", found)
+    main, fixed = model("org/model"), model("org/model")
+    fixed.model_config.revision = "2" * 40
+    before = ns.model_fingerprint(main)
+    starts_now(monkeypatch)
+    shutil.copytree(folder, hub / "snapshots" / ("2" * 40), dirs_exist_ok=True)
+    assert ns.model_fingerprint(main) == before
+    (hub / "refs" / "main").write_text("2" * 40)
+    assert ns.model_fingerprint(main) != ns.model_fingerprint(main)
+    assert ns.model_fingerprint(fixed) == before
+
+
+def test_process_start_is_own_start_time(monkeypatch):
+    """Not when the machine was, or the process that it was forked from."""
+    ask = "from vllm_kvtier import fingerprint; print(fingerprint.process_start())"
+    before, mine = starts_now(monkeypatch), fingerprint.process_start()
+    started = int(subprocess.run([sys.executable, "-c", ask], capture_output=True, check=True, text=True).stdout)
+    assert mine < before - 1_000_000 < started < time.time_ns()
+
+
+def test_model_fingerprint_is_computed_on_another_thread(folder, monkeypatch):
+    may_read, ready = threading.Event(), threading.Event()
+    digests = ns.file_digests
+    monkeypatch.setattr(ns, "file_digests", lambda files: may_read.wait(60) and digests(files))
+    made = ns.ModelFingerprint(model(folder), None, ready.set)
+    assert made.get(0.0) is None and not ready.is_set()
+    may_read.set()
+    assert ready.wait(60) and len(made.get(0.0)) == 32
+
+
+@pytest.mark.parametrize("option", [None, "mine"])
+def test_model_fingerprint_waits_for_other_readers(folder, option):
+    """`codec: auto`, which looked for its record on the engine's thread."""
+    threads, may_read = [], threading.Event()
+    made = ns.ModelFingerprint(
+        model(folder), option, before=lambda: may_read.wait(60) and threads.append(threading.current_thread())
+    )
+    assert made.get(0.0) is None
+    may_read.set()
+    assert made.get(60.0) and threads and threads != [threading.current_thread()]
+
+
+def test_model_fingerprint_after_error_is_unique(folder, monkeypatch, caplog):
+    monkeypatch.setattr(ns, "model_fingerprint", lambda config: 1 / 0)
+    made = [ns.ModelFingerprint(model(folder), None).get(60.0) for _ in range(2)]
+    assert None not in made and made[0] != made[1] and "ZeroDivisionError" in caplog.text
