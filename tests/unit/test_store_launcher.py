@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import shutil
 import signal
 import socket
 import stat
@@ -18,6 +19,7 @@ from store_support import RawClient, block_hashes_of, engine_hello, tool_hello
 from support import eventually, interruptible, stop
 from typer.testing import CliRunner
 
+import vllm_kvtier
 from vllm_kvtier import runtime_dir
 from vllm_kvtier.cli import doctor
 from vllm_kvtier.cli.__main__ import app
@@ -111,6 +113,26 @@ def test_store_starts_in_a_cpuset_whose_cores_have_other_numbers(path, tmp_path,
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     start_store(path, SMALL)
     assert os.sched_getaffinity(pid_of(path)) == os.sched_getaffinity(0)
+
+
+def test_store_starts_beside_modules_named_like_the_standard_librarys(path, tmp_path, monkeypatch):
+    """In site-packages, as PyPI's dataclasses: Python imports its own, and so must the store's process."""
+    shutil.copytree(Path(vllm_kvtier.__file__).parent, tmp_path / "site" / "vllm_kvtier")
+    (tmp_path / "site" / "dataclasses.py").write_text("raise ImportError('not that of the standard library')")
+    monkeypatch.setattr(vllm_kvtier, "__file__", str(tmp_path / "site" / "vllm_kvtier" / "__init__.py"))
+    places = [place for place in sys.path if not Path(place, "vllm_kvtier").is_dir()]
+    monkeypatch.setattr(sys, "path", [*places, str(tmp_path / "site")])
+    start_store(path, SMALL)
+    assert serves(path)
+
+
+def test_store_that_cannot_be_imported_says_so_in_its_log(path, tmp_path, monkeypatch):
+    (tmp_path / "vllm_kvtier").mkdir()
+    (tmp_path / "vllm_kvtier" / "__init__.py").write_text("raise ImportError('half of a package')")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    with pytest.raises(KVTierError, match=f"see {Path(path).with_suffix('.log')}"):
+        start_store(path, SMALL)
+    assert "half of a package" in Path(path).with_suffix(".log").read_text()
 
 
 def test_store_unexpected_error_reaches_its_starter(path, monkeypatch, caplog):

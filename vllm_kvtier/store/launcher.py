@@ -89,16 +89,17 @@ def _start(path: str, options: StoreOptions, timeout: float) -> None:
     reader, writer = os.pipe2(os.O_CLOEXEC)
     try:
         command = [sys.executable, "-m", "vllm_kvtier.store", "--socket", path, "--detach", f"--ready-fd={writer}"]
-        first = subprocess.Popen(
-            [*command, *options.arguments(), f"--log-file={log}"],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            cwd="/",
-            env=package_environment(),
-            pass_fds=[writer],
-            start_new_session=True,
-        )
+        with open(log, "ab") as early:  # what it prints before it logs, and what no handler sees
+            first = subprocess.Popen(
+                [*command, *options.arguments(), f"--log-file={log}"],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=early,
+                cwd="/",
+                env=package_environment(),
+                pass_fds=[writer],
+                start_new_session=True,
+            )
     except OSError as error:
         os.close(reader)
         raise KVTierError(f"the node store could not be started: {error}") from error
@@ -120,9 +121,13 @@ def _start(path: str, options: StoreOptions, timeout: float) -> None:
 
 
 def package_environment() -> dict[str, str]:
-    """For a child process that must import this very package, however this process found it."""
+    """For a child process that must import what this one does, this very package included. Its folder may be
+    site-packages, in which a module named like one of the standard library's must not come first."""
+    places = [os.path.abspath(place) for place in sys.path]
+    places += filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))  # perhaps set since
     package = str(Path(vllm_kvtier.__file__).resolve().parents[1])
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH", "")]))}
+    safe = {"PYTHONSAFEPATH": "1"}  # else "-m" puts the current folder first, from Python 3.11 on
+    return {**os.environ, **safe, "PYTHONPATH": os.pathsep.join(dict.fromkeys([*places, package]))}
 
 
 def _read_all(reader: int, timeout: float) -> bytes:
