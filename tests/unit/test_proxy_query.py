@@ -208,10 +208,16 @@ async def test_queries_are_parsed_few_at_once():
 async def test_query_tokenizer_refusal_reaches_client():
     async with cluster() as c:
         for d in c.d:
+            d.tokenize_status = 400
+        reply = await ask(c, "u1")
+        assert reply.status_code == 400 and "says no" in reply.json()["error"]["message"]
+        assert not c.p[0].tokenized
+        for d in c.d:
             d.tokenize_status = 404
+        assert (await ask(c, "u1")).status_code == 200 and c.p[0].tokenized, "another engine may have the model"
+        c.p[0].tokenize_status = 404
         reply = await ask(c, "u1")
         assert reply.status_code == 404 and "says no" in reply.json()["error"]["message"]
-        assert not c.p[0].tokenized
         reply = await c.client.post(QUERY, json={"prompt": [1] * 5})
         assert reply.status_code == 200
 

@@ -55,7 +55,7 @@ async def test_request_that_a_decode_engine_has_no_model_for_goes_to_another(sta
         assert engine.healthy and not engine.failures and logged(caplog) == bool(fake.seen) == 1
 
 
-@pytest.mark.parametrize("status, prefills, decodes", [(400, 2, 1), (422, 2, 1), (404, 2, 3)])
+@pytest.mark.parametrize("status, prefills, decodes", [(400, 2, 1), (422, 2, 1), (404, 4, 4)])
 async def test_bad_request_is_sent_to_few_engines_and_counts_as_no_failure(status, prefills, decodes, caplog):
     async with Cluster(p=4, d=4) as c:
         for engine in (*c.p, *c.d):
@@ -68,15 +68,19 @@ async def test_bad_request_is_sent_to_few_engines_and_counts_as_no_failure(statu
         assert not {"refused", "prefill_failures"} & set(c.core.state()["counts"]) and not logged(caplog)
 
 
-@pytest.mark.parametrize("others", ["fail", "answer 500"])
-async def test_client_error_stays_one_if_other_engines_fail(others):
+@pytest.mark.parametrize("others, status", [("fail", 404), ("answer 500", 500), ("answer 503", 503)])
+async def test_client_gets_the_error_of_an_engine_that_may_have_its_model(others, status):
+    """vLLM answers 503 when it is full; a client does not send again what gets 404."""
     async with Cluster(p=0, d=2) as c:
         preferred(c, "decode")[0].status = 404
         if others == "fail":
             await c.d[1].kill()
         else:
-            c.d[1].status = 500
-        assert (await c.chat("u1")).status_code == 404
+            c.d[1].status = status
+        for path in ("/v1/chat/completions", "/v1/messages"):
+            for _ in range(3):
+                assert (await c.client.post(path, json=turn("u1"))).status_code in (status, 503)
+        assert len(c.d[0].seen) == len(c.d[0].passed) == 1, "it is known to lack it"
 
 
 @pytest.mark.parametrize("status", [404, 429])
@@ -298,8 +302,10 @@ async def test_passed_request_that_all_engines_refuse_is_refused(path, body):
         reply = await c.client.post(path, json=body)
         assert reply.status_code == 404 and "says 404" in reply.text
         known = path == "/v1/embeddings"
-        assert sum(len(fake.passed) for fake in c.d) == (3 if known else 1)
-        assert sum(len(engine.lacking._until) for engine in c.core.decode) == (3 if known else 0)
+        assert sum(len(fake.passed) for fake in c.d) == (4 if known else 1)
+        assert sum(len(engine.lacking._until) for engine in c.core.decode) == (4 if known else 0)
+        assert (await c.client.post(path, json=body)).status_code == 404
+        assert sum(len(fake.passed) for fake in c.d) == (5 if known else 2), "one of those that are known to lack it"
 
 
 async def test_pooling_engine_that_answers_errors_to_what_others_serve_becomes_unavailable():
@@ -312,3 +318,93 @@ async def test_pooling_engine_that_answers_errors_to_what_others_serve_becomes_u
         engine._first_error -= 11.0
         assert (await c.client.post("/v1/embeddings", json=PASSED["/v1/embeddings"])).status_code == 200
         assert not engine.healthy and other.healthy
+
+
+# ---------------------------------------------------------------- fleets of many models
+
+
+@pytest.mark.parametrize("status", [403, 404])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/audio/transcriptions"])
+async def test_any_number_of_engines_may_lack_what_one_has(path, status):
+    """What an engine lacks is no failure: ``max_decode_attempts`` limits those."""
+    async with Cluster(p=0, d=6) as c:
+        for fake, engine in zip(c.d[:5], c.core.decode, strict=False):
+            fake.status, engine.weighted_picks = status, -1e9
+        audio = dict(data={"model": "whisper"}, files={"file": b"RIFF"})
+        body = audio if "audio" in path else dict(json=turn("u"))
+        for _ in range(4):
+            assert (await c.client.post(path, **body)).status_code == 200
+        assert [len(fake.seen) + len(fake.passed) for fake in c.d] == [1] * 5 + [4]
+        (known,) = {tuple(engine.lacking._until) for engine in c.core.decode[:5]}
+        assert known == ((path, "whisper" if "audio" in path else turn("u")["model"]),)
+
+
+async def test_route_that_only_a_prefill_engine_has_is_found():
+    async with Cluster(p=1, d=4) as c:
+        for fake in c.d:
+            fake.tokenize_status = 403
+        assert (await c.client.post("/tokenize", json=PASSED["/tokenize"])).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+async def test_requests_that_an_engine_has_no_model_for_wait_for_the_limit_of_the_next(path):
+    """Also when it is tried again after a while: by one request."""
+    async with Cluster(p=0, d=2, engine_requests=8) as c:
+        lacking, other = c.core.decode
+        other.limit = 4
+        c.d[0].status, c.d[1].hold = 404, asyncio.Event()
+
+        def seen():
+            return len(c.d[0].seen) + len(c.d[0].passed)
+
+        tasks = [asyncio.create_task(c.client.post(path, json=turn(f"u{n}"))) for n in range(30)]
+        await c.until(lambda: c.core.admission.waiting("decode") == 26 and other.outstanding == 4)
+        before = seen()
+        assert before <= 8, "its limit"
+        for number in (1, 2):
+            (wants,) = lacking.lacking._until
+            lacking.lacking._until[wants] -= 31
+            c.core.admission.serve_waiting("decode")
+            await c.until(lambda: c.core.admission.waiting("decode") == 26)
+            assert seen() == before + number and other.outstanding == 4
+        c.d[1].hold.set()
+        assert {reply.status_code for reply in await asyncio.gather(*tasks)} == {200}
+        assert not lacking.outstanding and not other.outstanding
+
+
+async def test_prompts_wait_for_the_prefill_engine_that_has_their_model():
+    async with Cluster(p=2, d=1, engine_requests=8) as c:
+        lacking, other = c.core.prefill
+        lacking.lacking.add(("/v1/chat/completions", turn("u")["model"]))
+        c.p[0].status, other.limit, c.p[1].hold = 404, 2, asyncio.Event()
+        tasks = [asyncio.create_task(c.chat(f"u{n}")) for n in range(12)]
+        await c.until(lambda: c.core.admission.waiting("prefill") == 10)
+        (wants,) = lacking.lacking._until
+        lacking.lacking._until[wants] -= 31
+        c.core.admission.serve_waiting("prefill")
+        await c.until(lambda: len(c.p[0].seen) == 1)
+        assert c.core.admission.waiting("prefill") == 9
+        c.p[1].hold.set()
+        assert {reply.status_code for reply in await asyncio.gather(*tasks)} == {200}
+        assert sum(alone(seen) for seen in c.d[0].seen) <= 1, "the one that tried"
+
+
+@pytest.mark.parametrize("status", [404, 500, 503])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+async def test_request_that_was_answered_is_not_sent_to_an_engine_that_may_hang(path, status):
+    async with Cluster(p=0, d=2, backoff_initial=60, backoff_max=60) as c:
+        c.d[0].status, c.d[1].hold = status, asyncio.Event()
+        c.core.decode[1].mark_unavailable("It hangs.")
+        assert (await c.client.post(path, json=turn("u"))).status_code == status
+        assert not c.d[1].seen and not c.d[1].passed
+
+
+async def test_full_engine_is_not_taken_for_one_that_errs():
+    """vLLM answers 503 when its own queue is full."""
+    async with Cluster(p=0, d=2, backoff_initial=60, backoff_max=60) as c:
+        fake, engine = preferred(c, "decode")
+        fake.status = 503
+        for n in range(5):
+            assert (await c.chat(f"u{n}")).status_code == 200
+            engine._first_error -= 11.0
+        assert len(fake.seen) == 5 and engine.healthy

@@ -176,8 +176,10 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     #: Maximum time between two health probes of a failed engine.
     backoff_max: float = 30.0
     #: Maximum number of decode engines tried for one request, so that a request that crashes engines cannot crash all.
+    #: Those that lack its model or path (403, 404, 405) do not count.
     max_decode_attempts: int = 3
-    #: Maximum number of prefill engines tried for one request. After them the decode engine computes the prompt.
+    #: Maximum number of prefill engines tried for one request, counted in the same way. After them the decode engine
+    #: computes the prompt.
     max_prefill_attempts: int = 2
 
     #: Larger requests are refused with 413.

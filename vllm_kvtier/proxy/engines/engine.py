@@ -22,7 +22,7 @@ from vllm_kvtier.proxy.engines.engine_http import (
     certificates,
     read_key,
 )
-from vllm_kvtier.proxy.engines.refusals import LACKS, Lacking, Wants
+from vllm_kvtier.proxy.engines.refusals import FULL, LACKS, Lacking, Wants
 from vllm_kvtier.proxy.messages.transfer_params import Source, TransferParams
 
 logger = get_logger(__name__)
@@ -221,14 +221,22 @@ class Engine:
         """Send a health probe. Until it ends, the engine is used, but does not make the proxy ready."""
         self._prober = asyncio.create_task(self._first_probe(), name=f"probe {self.role} {self.index}")
 
+    def serves(self, wants: Wants) -> None:
+        if self.lacking.remove(wants):
+            self.on_change(self)  # requests may wait for another engine
+
     def refused(self, status: int, wants: Wants) -> None:
         """It answered 4xx or 5xx to a request that another engine served. That, too, may be by the request: a media
         host may refuse one engine and not the other. So after 5xx a probe decides, unless it has served nothing for a
         while."""
         if status in LACKS:
             self.lacking.add(wants)
+        if status in FULL:
+            if status >= 500:
+                self.check()
+            return
         if status < 500:
-            if status != 429 and not self._lacks_something:
+            if not self._lacks_something:
                 self._lacks_something = True
                 logger.warning(
                     "kvtier: proxy: %s engine %s answered %d to a request that another engine served; compare their "
@@ -349,6 +357,12 @@ class EngineSlot:
         elif self._held:
             engine.tokens += tokens - self.tokens
             self.tokens = tokens
+
+    def take(self, other: "EngineSlot") -> None:
+        """Be the other slot, which its holder has no more."""
+        self.release()
+        self.engine, self.tokens, self._held = other.engine, other.tokens, other._held
+        other._held = False
 
     def prompt_computed(self) -> None:
         """Its answer has begun: it has no prompt tokens left to compute."""

@@ -1,12 +1,12 @@
 """What a generating and a forwarded request share: they take slots at engines, and are refused with 429 without one."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from vllm_kvtier.logs import get_logger
 from vllm_kvtier.proxy.core import ProxyCore
 from vllm_kvtier.proxy.engines.engine import AnswersFull, AnswerTooLarge, Engine, EngineSlot
-from vllm_kvtier.proxy.engines.refusals import LACKS_AT_ONCE, Wants
+from vllm_kvtier.proxy.engines.refusals import LACKS, LACKS_AT_ONCE, Wants
 from vllm_kvtier.proxy.messages.incoming_request import Incoming
 from vllm_kvtier.proxy.routes.client_answer import Answer, memory_full, refusal
 from vllm_kvtier.proxy.routing.admission import Choice, QueueFull
@@ -29,8 +29,12 @@ class Refusals:
         if status in LACKS_AT_ONCE:
             engine.lacking.add(self.wants)
 
+    def lacks(self, engine: Engine) -> bool:
+        return self._status.get(engine) in LACKS
+
     def served_by(self, engine: Engine) -> None:
         """The request itself is not at fault."""
+        engine.serves(self.wants)
         for other, status in self._status.items():
             if other is not engine:
                 other.refused(status, self.wants)
@@ -42,16 +46,14 @@ class Refusals:
             if status >= 500:
                 engine.check()
 
-    def allow(self, engine: Engine, error: Answer | None) -> bool:
-        """Whether to try an engine after ``error`` of others. After 4xx the request may be at fault, and an engine that
-        is unavailable may hang."""
-        return error is None or error.status >= 500 or (engine.healthy and engine not in self)
-
 
 def for_client(error: Answer | None, later: Answer) -> Answer:
-    """Which of two engines' errors the client gets: a refusal rather than 5xx, that an engine is full rather than
-    another refusal."""
-    return later if error is None or (later.status < 500 and error.status != 429) else error
+    """Which of two engines' errors the client gets: an engine that fails or is full may have what another one lacks."""
+
+    def weight(status: int) -> int:
+        return 2 if status == 429 else status >= 500
+
+    return later if error is None or weight(later.status) >= weight(error.status) else error
 
 
 class EngineRequest:
@@ -65,6 +67,8 @@ class EngineRequest:
         self._tenant = tenant
         self._trace = trace
         self._refusals = Refusals()
+        self._asked: set[Engine] = set()  # engines that had the request
+        self._attempts = 0  # of these, those that did not just lack something
 
     async def _acquire(self, role: str, choose: Callable[[], Choice | None], deadline: float) -> EngineSlot | None:
         """A slot as of ``Admission.acquire``, until ``deadline`` (monotonic seconds). Raises QueueFull."""
@@ -75,6 +79,38 @@ class EngineRequest:
             waited = time.monotonic() - began
             self._core.metrics.waited(role, waited)
             self._trace["queued"] = self._trace.get("queued", 0.0) + waited
+
+    async def _next_engine(
+        self,
+        slot: EngineSlot,
+        readmit: Callable[[], Awaitable[EngineSlot | None]],
+        ranked: Callable[[Engine], list[Engine]],
+        error: Answer | None,
+        lacks: bool,
+    ) -> Engine | None:
+        """The engine to send the request to, where ``slot`` is then; None if none is left. Raises QueueFull.
+
+        ``readmit``: acquires a slot at an engine that was not asked. ``ranked``: all engines, best first, the given one
+        before others. ``error``: what was answered so far. ``lacks``: the last engine lacks what the request wants.
+        That says nothing of the others: any number of them is asked, and the request waits for them as all do. Other
+        failures are few: it goes at once, even to a full engine."""
+        if lacks:
+            slot.release()
+            other = await readmit()
+            if other is not None:
+                slot.take(other)
+            return None if other is None else slot.engine
+        if self._attempts >= self._config.max_decode_attempts:
+            return None
+        engines, wants = ranked(slot.engine), self._refusals.wants
+        having = [engine for engine in engines if wants not in engine.lacking] or engines
+        for engine in engines:
+            if engine in self._asked or not (engine.healthy or error is None):
+                continue
+            if engine in having or engine is slot.engine:
+                slot.move(engine, slot.tokens)
+                return engine
+        return None
 
     def _answer_too_large(self, failure: AnswerTooLarge, repeatable: bool = True) -> Answer:
         """An engine's answer was not read to its end. ``repeatable``: the client may send the request again."""

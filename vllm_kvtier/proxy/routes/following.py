@@ -40,7 +40,10 @@ class FollowingGeneration(Generation):
         if answer is None and outcome is Prefill.FAILED:
             return await super()._run(prefill, decode)
         prefill.release()
-        return answer or await self._decode(decode, error)
+        if answer is not None:
+            return answer
+        self._count_uncached(decode)
+        return await self._decode(decode, error)
 
     def _can_follow(self, prefill: Engine, decode: Engine) -> bool:
         room = decode.followed_prefills < self._config.max_followed_prefills
@@ -73,6 +76,7 @@ class FollowingGeneration(Generation):
             moved = now is not None and (now.host, now.port) != (source.host, source.port)
             if (outcome is Prefill.DONE and moved) or outcome is Prefill.FAILED:
                 self._attempts = 0  # the decode request ends as if it had not been sent
+                self._asked.clear()
                 return outcome, None, None
             prefill.release()
             served, answer = await decoding

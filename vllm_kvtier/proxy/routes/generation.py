@@ -8,8 +8,8 @@ Failures and their handling:
   decode engine computes the prompt, or pulls from another decode engine that has the conversation.
 * The prefill engine answers 4xx: another one is tried, too, and the first stays available. It may lack a model, an
   adapter, a parser or a length; or the client's request is at fault, and the decode engine says so.
-* The decode engine refuses what another may serve (``engines.refusals``): the next one is tried, after 4xx if it is
-  available. Otherwise the client gets that answer, as it gets any other 4xx of a decode engine.
+* The decode engine refuses what another may serve (``engines.refusals``): the next available one is tried. Otherwise
+  the client gets that answer, as it gets any other 4xx of a decode engine.
 * The decode engine fails, is late or answers 5xx before the client got a byte: the next one gets the same params. If
   the first already pulled the export, the next one computes. The first may have started the request, but closing its
   connection aborts that and none of its output was forwarded.
@@ -98,7 +98,6 @@ class Generation(EngineRequest):
         self._prefill_params: TransferParams | None = None
         self._decode_engine: Engine | None = None
         self._decode_source: Source | None = None  # the endpoint that the decode engine's answer names
-        self._attempts = 0
         self._prefill_by: float | None = None  # deadline of all its prefills, once the first has begun
         self._prefill_seconds: float | None = None
 
@@ -139,9 +138,13 @@ class Generation(EngineRequest):
         if prefill is not None:
             await self._prefill(prefill)
             prefill.release()
-            if self._prefill_params is None:
-                decode.move(decode.engine, self._core.router.policy.expect(self._prompt)(decode.engine).uncached)
+            self._count_uncached(decode)
         return await self._decode(decode)
+
+    def _count_uncached(self, decode: EngineSlot) -> None:
+        """Its engine computes the prompt, if no prefill engine did."""
+        if self._prefill_params is None:
+            decode.move(decode.engine, self._core.router.policy.expect(self._prompt)(decode.engine).uncached)
 
     # -- engine slots ----------------------------------------------------------------------------------------------
 
@@ -155,26 +158,28 @@ class Generation(EngineRequest):
         return await self._acquire("prefill", lambda: router.choose_prefill(self._prompt), deadline)
 
     async def _decode_slot(self, deadline: float, *, prefilled: bool) -> EngineSlot | None:
-        """A slot at a decode engine; None if all are drained. Raises QueueFull."""
-        choose = self._core.router.choose_decode
-        return await self._acquire("decode", lambda: choose(self._prompt, self._route, prefilled), deadline)
+        """A slot at a decode engine; None if all are drained, or were asked. Raises QueueFull."""
+        choose, route, asked = self._core.router.choose_decode, self._route, self._asked
+        return await self._acquire("decode", lambda: choose(self._prompt, route, prefilled, asked), deadline)
 
     # -- prefill ---------------------------------------------------------------------------------------------------
 
     async def _prefill(self, slot: EngineSlot) -> None:
         """Have a prefill engine compute the prompt, if one can."""
         body, deadline = self._prefill_body(), self._prefill_deadline()
-        tried: tuple[Engine, ...] = ()
+        asked: set[Engine] = set()
+        attempts = 0
         while True:
             engine = slot.engine
-            tried = (*tried, engine)
+            asked.add(engine)
             if engine.usable and engine not in self._refusals and time.monotonic() < deadline:
                 if await self._prefill_at(engine, body, deadline) is Prefill.DONE:
                     return
             # Else it failed or was removed while this request waited for its decode slot.
-            if len(tried) >= self._config.max_prefill_attempts or time.monotonic() >= deadline:
+            attempts += not self._refusals.lacks(engine)
+            if attempts >= self._config.max_prefill_attempts or time.monotonic() >= deadline:
                 return
-            choice = self._core.router.choose_prefill(self._prompt, exclude=tried)
+            choice = self._core.router.choose_prefill(self._prompt, asked)
             if choice is None or choice.engine is None:
                 return
             self._core.metrics.retried("prefill")
@@ -212,6 +217,7 @@ class Generation(EngineRequest):
             self._refusals.add(engine, reply.status)
             return Prefill.FAILED
         engine.succeeded()
+        engine.serves(self._refusals.wants)
         self._prefill_engine = engine
         self._prefill_seconds = time.monotonic() - began
         self._core.metrics.prefilled(self._prefill_seconds)
@@ -226,19 +232,21 @@ class Generation(EngineRequest):
     # -- decode ----------------------------------------------------------------------------------------------------
 
     async def _decode(self, slot: EngineSlot, last_error: Answer | None = None) -> Answer:
-        """``last_error``: the answer of an engine that was tried already."""
-        for engine in self._decode_order(slot.engine):
-            if self._attempts >= self._config.max_decode_attempts:  # one may have been sent beside the prefill
-                break
-            if not self._refusals.allow(engine, last_error):
-                continue
-            if self._attempts:
+        """``last_error``: the answer of the slot's engine, if that was asked already."""
+
+        async def readmit() -> EngineSlot | None:
+            deadline = time.monotonic() + self._config.queue_timeout
+            return await self._decode_slot(deadline, prefilled=self._prefill_params is not None)
+
+        lacks = last_error is not None and last_error.status in LACKS
+        while engine := await self._next_engine(slot, readmit, self._decode_order, last_error, lacks):
+            if self._asked:
                 self._core.count("decode_retries")
                 self._core.metrics.retried("decode")
-            slot.move(engine, slot.tokens)
             served, answer = await self._decode_at(engine, slot, self._decode_params(engine))
             if served and answer is not None:
                 return answer
+            lacks = answer is not None and answer.status in LACKS
             if answer is not None:
                 last_error = for_client(last_error, answer)
         if last_error is None or last_error.status not in LACKS:
@@ -249,6 +257,7 @@ class Generation(EngineRequest):
         self, engine: Engine, slot: EngineSlot, params: msgspec.Raw | dict[str, Any]
     ) -> tuple[bool, Answer | None]:
         """(Whether the answer is for the client, or another engine is to be tried; the answer, if there is one.)"""
+        self._asked.add(engine)
         self._attempts += 1
         self._decode_source = None
         timeout = self._config.first_byte_timeout if self._request.stream else self._config.answer_timeout
@@ -281,6 +290,7 @@ class Generation(EngineRequest):
             return False, None
         if may_be_served_elsewhere(reply.status):
             self._refusals.add(engine, reply.status)
+            self._attempts -= reply.status in LACKS
             return False, forwarded(reply, document)
         if reply.status != 200:
             return True, forwarded(reply, document)

@@ -21,12 +21,13 @@ import msgspec
 from vllm_kvtier.logs import get_logger
 from vllm_kvtier.proxy.core import ProxyCore
 from vllm_kvtier.proxy.engines.engine import AnswerTooLarge, Engine, EngineFailure, EngineSlot, Reply
-from vllm_kvtier.proxy.engines.refusals import MAX_NAME, may_be_served_elsewhere
+from vllm_kvtier.proxy.engines.refusals import LACKS, MAX_NAME, may_be_served_elsewhere
 from vllm_kvtier.proxy.messages import response_rewriter
 from vllm_kvtier.proxy.messages.incoming_request import Incoming
 from vllm_kvtier.proxy.messages.request_bodies import (
     BadRequest,
     as_utf8,
+    find_form_field,
     read_field,
     read_object,
     remove_transfer_fields,
@@ -45,7 +46,7 @@ from vllm_kvtier.proxy.routes.engine_request import EngineRequest, for_client
 from vllm_kvtier.proxy.routing.admission import Choice, QueueFull
 from vllm_kvtier.proxy.routing.conversations import CHARS_PER_TOKEN, ConversationRoute, Holder, Name
 from vllm_kvtier.proxy.routing.prompt import Prompt
-from vllm_kvtier.proxy.routing.router import waits_for
+from vllm_kvtier.proxy.routing.router import candidates, waits_for
 
 logger = get_logger(__name__)
 
@@ -72,6 +73,8 @@ _LIGHT = PassthroughRoute(_POST)
 _POOLING = PassthroughRoute(_POST, "pooling", salted=True)
 _DECODE = PassthroughRoute(_POST, "decode", salted=True)
 
+_AUDIO = ("/v1/audio/transcriptions", "/v1/audio/translations")
+
 _ROUTES = {
     **dict.fromkeys(("/v1/models", "/version", "/tokenizer_info"), PassthroughRoute(_GET)),
     **dict.fromkeys(("/tokenize", "/detokenize", "/v1/messages/count_tokens"), _LIGHT),
@@ -80,10 +83,10 @@ _ROUTES = {
     **dict.fromkeys(("/v1/embeddings", "/v2/embed", "/pooling", "/classify"), _POOLING),
     **dict.fromkeys(("/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"), _POOLING),
     **dict.fromkeys(("/v1/messages", "/v1/chat/completions/batch", "/generative_scoring"), _DECODE),
-    **dict.fromkeys(("/v1/audio/transcriptions", "/v1/audio/translations"), PassthroughRoute(_POST, "decode")),
+    **dict.fromkeys(_AUDIO, PassthroughRoute(_POST, "decode")),
     "/v1/responses": PassthroughRoute(_POST, "decode", salted=True, idempotent=False),
 }
-_JSON = {path for path, rule in _ROUTES.items() if rule.methods == _POST and not path.startswith("/v1/audio/")}
+_JSON = {path for path, rule in _ROUTES.items() if rule.methods == _POST and path not in _AUDIO}
 _STORED = re.compile(r"/v1/responses/(resp_[A-Za-z0-9_\-]{1,100})(/cancel)?")
 _NO_CONVERSATION = Name((), None, explicit=False)
 
@@ -133,6 +136,8 @@ class Passthrough(EngineRequest):
         Whatever its content type says: engines compare it without regard to case, others may ignore it. Only
         ``extra_routes`` may take bodies that are no JSON objects.
         """
+        if self._incoming.path in _AUDIO:
+            self._refusals.wants = self._incoming.path, find_form_field(body, "model")[:MAX_NAME]
         if self._incoming.path not in _JSON and not (self._rule.salted and self._is_json(body)):
             return body
         fields = read_object(body)
@@ -162,34 +167,38 @@ class Passthrough(EngineRequest):
     # -- which engine ----------------------------------------------------------------------------------------------
 
     async def _slot(self, tokens: int) -> EngineSlot | None:
-        """Raises QueueFull."""
+        """A slot at an engine that was not asked; None if there is none. Raises QueueFull."""
         if self._rule.role == "any":
-            engines = self._candidates(None)
-            return EngineSlot(engines[0]) if engines else None
-        if not self._rule.salted and (engine := self._stored_at()) is not None:
+            if not (engines := self._usable()):
+                return None
+            engines[0].lacking.tried(self._refusals.wants)
+            return EngineSlot(engines[0])
+        if not self._rule.salted and not self._asked and (engine := self._stored_at()) is not None:
             return EngineSlot(engine)  # of what is stored there it computes nothing
         role = "pooling" if self._rule.role == "pooling" and self._core.fleet.pooling else "decode"
 
         def choose() -> Choice | None:
-            engines = self._candidates(None)
-            if not engines:
+            usable, wants = self._usable(), self._refusals.wants
+            if not usable:
                 return None
-            healthy, wants = [engine for engine in engines if engine.healthy] or engines, self._refusals.wants
-            usable = [engine for engine in healthy if wants not in engine.lacking] or healthy
             free = next((engine for engine in usable if not engine.full), None)
             if free is None:
-                return Choice(None, full=self._only_one(role, engines) or waits_for(wants, healthy))
+                label = wants or (usable[0] if len(usable) == 1 else self)  # what others that wait alike have, too
+                return Choice(None, full=waits_for(label, getattr(self._core.fleet, role)))
+            free.lacking.tried(wants)
             return Choice(free, tokens if self._rule.salted else 0)
 
         return await self._acquire(role, choose, time.monotonic() + self._config.queue_timeout)
 
-    def _only_one(self, role: str, engines: list[Engine]) -> Engine | None:
-        """The engine, if it alone of several that are open can serve the request."""
-        fleet = self._core.fleet
-        others = fleet.pooling if role == "pooling" else fleet.decode
-        return engines[0] if len(engines) == 1 and any(e.open for e in others if e is not engines[0]) else None
+    def _usable(self) -> list[Engine]:
+        """The engines to which it may be sent, best first."""
+        ranked = self._ranked(None)
+        usable = candidates(ranked, self._refusals.wants, self._asked)
+        if not usable and not self._asked and not self._rule.salted:
+            return ranked  # a drained engine is still read
+        return usable
 
-    def _candidates(self, chosen: Engine | None) -> list[Engine]:
+    def _ranked(self, chosen: Engine | None) -> list[Engine]:
         """The engines that can serve it, best first; ``chosen`` before all other healthy ones."""
         fleet = self._core.fleet
         if self._rule.role == "any":
@@ -204,8 +213,7 @@ class Passthrough(EngineRequest):
             return [engine] if engine.open or not self._rule.salted else []
         else:
             found = self._core.router.rank_decode(Prompt(_NO_CONVERSATION), None)
-        wants = self._refusals.wants
-        found.sort(key=lambda engine: (not engine.healthy, engine is not chosen, wants in engine.lacking))
+        found.sort(key=lambda engine: (not engine.healthy, engine is not chosen))
         return found
 
     def _stored_at(self) -> Engine | None:
@@ -222,12 +230,14 @@ class Passthrough(EngineRequest):
 
     async def _ask(self, slot: EngineSlot, body: bytes | None) -> Answer:
         last_error: Answer | None = None
-        for attempt, engine in enumerate(self._candidates(slot.engine)[: self._config.max_decode_attempts]):
-            if not self._refusals.allow(engine, last_error):
-                continue
-            if attempt:
+        lacks, tokens = False, slot.tokens
+        # An error is an outcome, other than a broken connection; clients would send it again as well.
+        repeatable = self._idempotent or (self._incoming.path == "/v1/responses" and self._response is None)
+        while engine := await self._next_engine(slot, partial(self._slot, tokens), self._ranked, last_error, lacks):
+            if self._asked:
                 self._core.metrics.retried(engine.role)
-            slot.move(engine, slot.tokens)
+            self._asked.add(engine)
+            self._attempts += 1
             try:
                 answer = await self._ask_one(engine, slot, body)
             except AnswerTooLarge as failure:
@@ -237,17 +247,21 @@ class Passthrough(EngineRequest):
                 if not (self._idempotent or failure.unreached):
                     message = "The engine failed; it is not known whether it executed the request."
                     return refusal(502, message, "upstream_error")
+                lacks = False
                 continue
-            # An error is an outcome, other than a broken connection; clients would send it again as well.
-            repeatable = self._idempotent or (self._incoming.path == "/v1/responses" and self._response is None)
-            if not (repeatable and may_be_served_elsewhere(answer.status)):
-                self._trace |= {"engine": engine.url, "attempts": attempt + 1}
-                if answer.status < 400:
-                    self._refusals.served_by(engine)
-                return answer
-            if answer.status < 500 or self._rule.role != "any":
+            self._trace |= {"engine": engine.url, "attempts": len(self._asked)}
+            if answer.status < 400:
+                self._refusals.served_by(engine)
+            elif repeatable and may_be_served_elsewhere(answer.status):
+                lacks = answer.status in LACKS
+                self._attempts -= lacks
+                if answer.status < 500 or self._rule.role != "any":
+                    self._refusals.add(engine, answer.status)
+                last_error = for_client(last_error, answer)
+                continue
+            elif answer.status >= 500 and self._rule.role != "any":
                 self._refusals.add(engine, answer.status)
-            last_error = for_client(last_error, answer)
+            return answer
         return last_error or unavailable("No engine could answer; the request can be sent again.")
 
     async def _ask_one(self, engine: Engine, slot: EngineSlot, body: bytes | None) -> Answer:

@@ -32,6 +32,7 @@ from vllm_kvtier.logs import get_logger
 from vllm_kvtier.proxy.core import ProxyCore
 from vllm_kvtier.proxy.deadlines import time_limit
 from vllm_kvtier.proxy.engines.engine import Engine, EngineFailure, EngineSlot
+from vllm_kvtier.proxy.engines.refusals import LACKS
 from vllm_kvtier.proxy.messages.incoming_request import Incoming
 from vllm_kvtier.proxy.messages.request_bodies import BadRequest, ClientRequest, Route
 from vllm_kvtier.proxy.messages.tokenization import read_tokens, tokenize_body
@@ -50,6 +51,10 @@ class _Refused(Exception):
     def __init__(self, answer: Answer):
         super().__init__(answer.status)
         self.answer = answer
+
+
+class _Lacks(_Refused):
+    """Another engine may have the model."""
 
 
 def read_query(body: bytes) -> ClientRequest:
@@ -118,7 +123,7 @@ class Query:
             return prompt
         body = msgspec.json.encode(tokenize_body(self._request))
         deadline = time.monotonic() + self._seconds
-        reason = "there is no engine"
+        reason, lacking = "there is no engine", None
         engines = (*self._core.decode, *self._core.prefill)
         for engine in sorted(engines, key=lambda engine: not engine.healthy):
             # Half of the remaining time, so that a stalled engine leaves time for the next.
@@ -129,9 +134,14 @@ class Query:
                 logger.debug("kvtier: proxy: an engine failed to tokenize a query (%s)", failure)
                 reason = str(failure)
                 continue
+            except _Lacks as lacks:
+                lacking = lacking or lacks
+                continue
             if tokenized is not None:
                 return tokenized
             reason = f"{engine} cannot tokenize it"
+        if lacking is not None:
+            raise lacking
         logger.warning("kvtier: proxy: no engine tokenized a query (%s); the query is refused", reason)
         raise _Refused(unavailable("No engine could tokenize the prompt; the query can be sent again."))
 
@@ -147,7 +157,7 @@ class Query:
         finally:
             slot.release()
         if 400 <= reply.status < 500:
-            raise _Refused(forwarded(reply, document))
+            raise (_Lacks if reply.status in LACKS else _Refused)(forwarded(reply, document))
         if reply.status != 200:
             return None
         tokenized = read_tokens(document)

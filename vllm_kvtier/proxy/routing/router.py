@@ -10,7 +10,7 @@ policy knows better.
 Unavailable engines are skipped. If no decode engine is healthy, one of them is tried nevertheless.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Hashable, Iterable
 
 from vllm_kvtier.proxy.config import ProxyConfig
 from vllm_kvtier.proxy.engines.engine import Engine
@@ -33,49 +33,52 @@ class Router:
         self.policy = policy
         self.config = config
 
-    def choose_prefill(self, prompt: Prompt, exclude: tuple[Engine, ...] = ()) -> Choice | None:
-        """The prefill engine for a prompt; None if none is usable, or has what the request wants."""
-        open_engines = [engine for engine in self._fleet.prefill if engine.usable and engine not in exclude]
+    def choose_prefill(self, prompt: Prompt, asked: Collection[Engine] = ()) -> Choice | None:
+        """The prefill engine for a prompt; None if none is usable, or has what the request wants. ``asked``: engines
+        that the request had already."""
+        open_engines = [engine for engine in self._fleet.prefill if engine.usable and engine not in asked]
         usable = [engine for engine in open_engines if prompt.wants not in engine.lacking]
         if not usable:
             return None
-        expected = self.policy.expect(prompt)
         free = [engine for engine in usable if not engine.full]
-        engine = min(free, key=lambda e: self._rank(e, expected(e).cost), default=None)
-        if engine is None:
-            return Choice(None, full=waits_for(prompt.wants, open_engines))
+        if not free:
+            return Choice(None, full=waits_for(prompt.wants, self._fleet.prefill))
+        expected = self.policy.expect(prompt)
+        engine = min(free, key=lambda e: self._rank(e, expected(e).cost))
+        engine.lacking.tried(prompt.wants)
         return Choice(engine, expected(engine).uncached)
 
-    def choose_decode(self, prompt: Prompt, route: ConversationRoute | None, prefilled: bool) -> Choice | None:
-        """The decode engine; None if none is open. ``prefilled``: a prefill engine computes the prompt."""
-        candidates = [engine for engine in self._fleet.decode if engine.open]
-        # Unavailable engines get requests only if all are unavailable, not if the others are full.
-        healthy = [engine for engine in candidates if engine.healthy] or candidates
-        usable = [engine for engine in healthy if prompt.wants not in engine.lacking] or healthy
+    def choose_decode(
+        self, prompt: Prompt, route: ConversationRoute | None, prefilled: bool, asked: Collection[Engine] = ()
+    ) -> Choice | None:
+        """The decode engine; None if none is open. ``prefilled``: a prefill engine computes the prompt. ``asked``:
+        engines that the request had already."""
+        usable = candidates(self._fleet.decode, prompt.wants, asked)
         free = [engine for engine in usable if not engine.full]
         if not free:  # a request that waits asks at the end of each other one: its prompt is not looked up
-            return Choice(None, full=waits_for(prompt.wants, healthy)) if usable else None
+            return Choice(None, full=waits_for(prompt.wants, self._fleet.decode)) if usable else None
         engine = next(engine for engine in self.rank_decode(prompt, route, prefilled) if engine in free)
+        engine.lacking.tried(prompt.wants)
         return Choice(engine, 0 if prefilled else self.policy.expect(prompt)(engine).uncached)
 
     def rank_decode(self, prompt: Prompt, route: ConversationRoute | None, prefilled: bool = False) -> list[Engine]:
         """All open decode engines, best first."""
-        candidates = [engine for engine in self._fleet.decode if engine.open]
-        if len(candidates) == 1:
-            return candidates
+        engines = [engine for engine in self._fleet.decode if engine.open]
+        if len(engines) == 1:
+            return engines
         expected = self.policy.expect(prompt)
         share = _PULL_SHARE if prefilled else 1
-        lacks = {engine for engine in candidates if prompt.wants in engine.lacking}
-        candidates.sort(key=lambda e: (not e.healthy, e in lacks, *self._rank(e, expected(e).cost * share)))
+        lacks = {engine for engine in engines if prompt.wants in engine.lacking}
+        engines.sort(key=lambda e: (not e.healthy, e in lacks, *self._rank(e, expected(e).cost * share)))
         named = prompt.name.explicit
         keeps = named or self.policy.keeps_conversation(prompt, prefilled)
         previous = self._previous_engine(prompt.name, route) if keeps else None
-        if previous is not None and previous.usable and previous in candidates and previous not in lacks:
-            least = min(engine.load for engine in candidates if engine.healthy and engine not in lacks)
+        if previous is not None and previous.usable and previous in engines and previous not in lacks:
+            least = min(engine.load for engine in engines if engine.healthy and engine not in lacks)
             if named or previous.load <= least + self.config.affinity_slack:
-                candidates.remove(previous)
-                candidates.insert(0, previous)
-        return candidates
+                engines.remove(previous)
+                engines.insert(0, previous)
+        return engines
 
     def sources(self, route: ConversationRoute | None, exclude: Engine | None = None) -> list[Source]:
         """The sources of the conversation for an engine (``exclude``), the latest first."""
@@ -107,6 +110,18 @@ class Router:
         return engine if engine is not None and engine.instance == holder.instance else None
 
 
-def waits_for(wants: Wants, engines: Sequence[Engine]) -> Wants:
-    """What names the full engines that a request waits for; None: all are full."""
-    return None if all(engine.full for engine in engines) else wants
+def candidates(engines: Iterable[Engine], wants: Wants, asked: Collection[Engine] = ()) -> list[Engine]:
+    """Of a role's engines those that a request may be sent to. ``asked``: engines that had it already; then at least
+    one has answered, and what is unavailable, or is known to lack something, is left out."""
+    found = [engine for engine in engines if engine.open and engine not in asked]
+    having = [engine for engine in found if wants not in engine.lacking]
+    if asked:
+        return [engine for engine in having if engine.healthy]
+    found = having or found
+    # Unavailable engines get requests only if all are unavailable, not if the others are full.
+    return [engine for engine in found if engine.healthy] or found
+
+
+def waits_for(label: Hashable, engines: Iterable[Engine]) -> Hashable:
+    """``Choice.full`` of a request that waits for some of a role's engines, named by ``label``."""
+    return None if all(engine.full for engine in engines if engine.usable) else label
