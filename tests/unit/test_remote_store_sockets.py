@@ -13,9 +13,10 @@ from support import eventually
 
 from vllm_kvtier.remote_store import lease_client as node_peers
 from vllm_kvtier.remote_store import lookup as node_asking
+from vllm_kvtier.remote_store import options as node_options
 from vllm_kvtier.remote_store import protocol as w
 from vllm_kvtier.remote_store.options import Address, NodeOptions
-from vllm_kvtier.store.protocol import HASH_BYTES, PAGE, GroupShape
+from vllm_kvtier.store.protocol import HASH_BYTES, MAX_NODES, PAGE, GroupShape
 from vllm_kvtier.store.tiers.nodes import lease_server as node_serving
 from vllm_kvtier.store.tiers.nodes import process as node_mover
 from vllm_kvtier.store.tiers.nodes.lease_server import NodeLeaseServer
@@ -362,6 +363,11 @@ def test_remote_store_named_addresses_are_asked_and_bounded(made, monkeypatch):
     assert asker.do(lambda: len(asker.tier_process._peers)) == 2
     # Nine of them: eight are asked.
     assert asker.look([str(stores[0].address)] * 8 + ["localhost:1"]).num_hash_blocks == 6
+
+
+def test_remote_stores_that_requests_name_take_no_connection_of_the_list():
+    """With as many as may be listed, each request that named another made all connections anew, one by one."""
+    assert node_peers.MAX_CONNECTIONS >= node_options.MAX_NODES + MAX_NODES
 
 
 def test_remote_store_with_two_addresses_has_one_peer(made):

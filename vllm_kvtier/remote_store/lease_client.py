@@ -16,7 +16,7 @@ import zmq
 
 from vllm_kvtier.logs import get_logger
 from vllm_kvtier.remote_store import protocol as w
-from vllm_kvtier.remote_store.options import Address, NodeOptions
+from vllm_kvtier.remote_store.options import MAX_NODES, Address, NodeOptions
 from vllm_kvtier.store.index.types import HASH_BYTES
 from vllm_kvtier.wire.dealer import Dealer
 from vllm_kvtier.wire.lease_connections import MAX_REMEMBERED, ClientConnection, LeaseConnections
@@ -24,7 +24,7 @@ from vllm_kvtier.wire.reactor import Reactor
 
 logger = get_logger(__name__)
 
-MAX_CONNECTIONS = 64
+MAX_CONNECTIONS = 2 * MAX_NODES  # to those in the list, and to others that requests name
 BACKOFF_SECONDS = 1.0, 60.0  # first and longest backoff after a failure
 SELF_BACKOFF = 600.0  # seconds; a list that all nodes share contains this store's own address
 GREETING_SECONDS = 5.0  # until Welcome
