@@ -330,6 +330,12 @@ def test_profiles_need_boto3_and_must_exist(monkeypatch, server):
     assert "pip install boto3" in str(trouble_of(lambda: client_of("s3://bucket/x", server.endpoint)))
 
 
+def test_missing_file_of_certificates_is_named(monkeypatch, server):
+    monkeypatch.setenv("AWS_CA_BUNDLE", "/no/such/file.pem")
+    trouble = trouble_of(lambda: client_of("s3://bucket/x", server.endpoint))
+    assert trouble.kind is Kind.DENIED and "AWS_CA_BUNDLE, /no/such/file.pem" in str(trouble)
+
+
 def test_client_is_made_for_a_user_without_a_home(monkeypatch, server):
     """As a container's may be: pathlib raises RuntimeError there."""
 

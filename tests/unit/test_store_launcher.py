@@ -126,6 +126,17 @@ def test_store_starts_beside_modules_named_like_the_standard_librarys(path, tmp_
     assert serves(path)
 
 
+def test_children_find_credentials_of_a_relative_path(tmp_path, monkeypatch):
+    """They run in another folder."""
+    (tmp_path / "key.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "key.json")
+    monkeypatch.setenv("AWS_CONFIG_FILE", "~/.aws/config")
+    made = launcher.package_environment()
+    assert made["GOOGLE_APPLICATION_CREDENTIALS"] == str(tmp_path / "key.json")
+    assert made["AWS_CONFIG_FILE"] == "~/.aws/config"
+
+
 def test_store_that_cannot_be_imported_says_so_in_its_log(path, tmp_path, monkeypatch):
     (tmp_path / "vllm_kvtier").mkdir()
     (tmp_path / "vllm_kvtier" / "__init__.py").write_text("raise ImportError('half of a package')")

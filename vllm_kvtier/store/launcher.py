@@ -120,14 +120,19 @@ def _start(path: str, options: StoreOptions, timeout: float) -> None:
     raise KVTierError(f"the node store could not be started at {path}: {text}")
 
 
+# Environment variables that name files, perhaps relative to this process's folder; children run in another one.
+FILES = ("AWS_CA_BUNDLE", "AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE", "GOOGLE_APPLICATION_CREDENTIALS")
+
+
 def package_environment() -> dict[str, str]:
     """For a child process that must import what this one does, this very package included. Its folder may be
     site-packages, in which a module named like one of the standard library's must not come first."""
     places = [os.path.abspath(place) for place in sys.path]
     places += filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))  # perhaps set since
     package = str(Path(vllm_kvtier.__file__).resolve().parents[1])
+    found = {name: os.path.abspath(os.environ[name]) for name in FILES if os.path.exists(os.environ.get(name, ""))}
     safe = {"PYTHONSAFEPATH": "1"}  # else "-m" puts the current folder first, from Python 3.11 on
-    return {**os.environ, **safe, "PYTHONPATH": os.pathsep.join(dict.fromkeys([*places, package]))}
+    return {**os.environ, **found, **safe, "PYTHONPATH": os.pathsep.join(dict.fromkeys([*places, package]))}
 
 
 def _read_all(reader: int, timeout: float) -> bytes:
