@@ -181,10 +181,9 @@ def _open(location: ObjectLocation, endpoint: str, region: str, limits: dict[str
     options: dict[str, Any] = {each: timedelta(seconds=seconds) for each, seconds in limits.items()}
     options["allow_http"] = plain
     if location.scheme == "s3" and (certificates := os.environ.get("AWS_CA_BUNDLE")):
-        try:
-            options["root_certificate"] = Path(certificates).read_bytes()
-        except OSError as error:
-            raise Trouble(f"AWS_CA_BUNDLE, {certificates}, cannot be read ({error.strerror})", Kind.DENIED) from error
+        if not os.access(certificates, os.R_OK):
+            raise Trouble(f"AWS_CA_BUNDLE, {certificates}, cannot be read", Kind.DENIED)
+        options["root_certificate"] = Path(certificates).read_bytes()
     backoff = {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=0.5), "base": 2}
     retries = {"max_retries": MAX_RETRIES, "retry_timeout": timedelta(seconds=timeout), "backoff": backoff}
     return _CLASSES[location.scheme](
