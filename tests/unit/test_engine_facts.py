@@ -26,7 +26,7 @@ from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.connector import KVTierConnector
 from vllm_kvtier.scheduler.engine_identity import EngineIdentity
 from vllm_kvtier.store.protocol import Present, decode_request, encode
-from vllm_kvtier.vllm_compat.engine_info import _whole_prompts, engine_info
+from vllm_kvtier.vllm_compat.engine_info import _draft_lookahead, _whole_prompts, engine_info
 from vllm_kvtier.vllm_compat.probe import features, trials
 
 BLOCK = 32
@@ -264,13 +264,32 @@ def test_engine_info_draft_lookahead_is_what_hashes_leave_out(configure, monkeyp
     if method is not None:
         drafts = method in ("eagle", "mtp")
         config.speculative_config = SimpleNamespace(use_eagle=lambda: drafts, method=method, num_speculative_tokens=3)
-    monkeypatch.setattr(type(config), "num_prefill_lookahead_tokens", chained)
+    monkeypatch.setattr(type(config), "num_prefill_lookahead_tokens", chained, raising=False)
     monkeypatch.setattr(trials, "hash_lookahead", lambda config: hashed)
     facts = engine_info(config, cache(FULL))
     assert (facts.draft_lookahead, facts.speculates) == (ahead, method is not None)
     steps = config.scheduler_config.max_num_batched_tokens
     assert facts.in_flight.tokens >= getattr(config, "max_in_flight_tokens", steps), "vLLM's own, since 0.31"
     assert facts.in_flight.drafts == (3 if method else 0)
+
+
+@pytest.mark.parametrize(("release", "method", "layers", "ahead"), [
+    ((0, 30, 0), "eagle", 1, 1), ((0, 30, 0), "mtp", 1, 1), ((0, 30, 0), "mtp", 2, 3), ((0, 27, 0), "mtp", 2, 3),
+    ((0, 26, 0), "mtp", 2, 1), ((0, 25, 1), "eagle", 1, 1),
+])  # fmt: skip
+def test_engine_info_draft_lookahead_of_chained_modules_where_only_vllm_s_scheduler_knows_it(
+    configure, monkeypatch, release, method, layers, ahead
+):
+    """Up to vLLM 0.30, whose configuration has no such property; up to 0.26 no modules are chained."""
+    config = configure()
+    draft = {"use_eagle": lambda: True, "method": method, "num_speculative_tokens": 3}
+    if release >= (0, 27, 0):
+        draft["use_multi_module_mtp"] = lambda: min(layers, 3) > 1
+    config.speculative_config = SimpleNamespace(**draft)
+    monkeypatch.delattr(type(config), "num_prefill_lookahead_tokens", raising=False)
+    monkeypatch.setattr(features, "release", lambda: release)
+    monkeypatch.setattr(trials, "hash_lookahead", lambda config: 0)
+    assert _draft_lookahead(config) == ahead
 
 
 @pytest.mark.parametrize(

@@ -170,7 +170,10 @@ def _draft_lookahead(vllm_config: Any) -> int:
     speculative = vllm_config.speculative_config
     if speculative is None or not speculative.use_eagle():
         return 0
-    ahead: int = value(vllm_config, "VllmConfig.num_prefill_lookahead_tokens")
+    ahead: int | None = value(vllm_config, "VllmConfig.num_prefill_lookahead_tokens")
+    if ahead is None:  # as vLLM's scheduler does
+        chained = value(speculative, "SpeculativeConfig.use_multi_module_mtp")()
+        ahead = speculative.num_speculative_tokens if chained else 1
     return max(0, ahead - trials.hash_lookahead(vllm_config)) if granted(Feature.HANDOFFS) else ahead
 
 

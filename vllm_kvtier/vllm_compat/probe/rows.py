@@ -69,7 +69,7 @@ ROWS: tuple[Row, ...] = (
             f"{_OUTPUT}:NewRequestData": "req_id block_ids num_computed_tokens",
             f"{_OUTPUT}:CachedRequestData": "req_ids resumed_req_ids new_block_ids num_computed_tokens",
         },
-        optional={f"{_OUTPUT}:SchedulerOutput.kv_cache_block_copies": Absence(None, since=(0, 32, 0))},
+        optional={f"{_OUTPUT}:SchedulerOutput.kv_cache_block_copies": Absence(None, since=(0, 26, 0))},
         calls=(("vllm.v1.core.kv_cache_manager:KVCacheBlocks.get_block_ids", 1, ()),),
     ),
     Row(
@@ -106,9 +106,10 @@ ROWS: tuple[Row, ...] = (
         "engine's configuration", Feature.ALL, "what the engine is, computes and caches", Side.BOTH,
         names=("vllm.envs:environment_variables",),
         optional={
-            "vllm.config:VllmConfig.num_prefill_lookahead_tokens": Absence(1, since=(0, 32, 0)),
+            "vllm.config:VllmConfig.num_prefill_lookahead_tokens": Absence(None, since=(0, 31, 0)),
+            "vllm.config:SpeculativeConfig.use_multi_module_mtp": Absence(lambda: False, since=(0, 27, 0)),
             "vllm.config:VllmConfig.aux_output_config": Absence(None, since=(0, 31, 0)),
-            "vllm.config:ParallelConfig.enable_fault_tolerance": Absence(False, since=(0, 32, 0)),
+            "vllm.config:ParallelConfig.enable_fault_tolerance": Absence(False, since=(0, 27, 0)),
         },
         fields={
             "vllm.config:VllmConfig": "instance_id kv_transfer_config parallel_config model_config scheduler_config "
@@ -189,7 +190,7 @@ ROWS: tuple[Row, ...] = (
             f"{_CACHE}:SlidingWindowMLASpec": "cache_dtype_str",
             f"{_CACHE}:UniformTypeKVCacheSpecs": "kv_cache_specs",
         },
-        optional={f"{_CACHE}:SlidingWindowSpec.extra_retained_tokens": Absence(0, since=(0, 32, 0))},
+        optional={f"{_CACHE}:SlidingWindowSpec.extra_retained_tokens": Absence(0, since=(0, 28, 0))},
         names=(f"{_CACHE}:FullAttentionSpec", f"{_CACHE}:MambaSpec"),
         trial=trials.cache_tensors, tries="fields", tried=(f"{_CACHE}:KVCacheTensor.shared_by",),
     ),
@@ -199,7 +200,7 @@ ROWS: tuple[Row, ...] = (
         optional={
             f"{_CACHE}:KVCacheGroupSpec.host_resident": Absence(False, since=(0, 30, 0)),
             f"{_CACHE}:KVCacheGroupSpec.enable_kv_transfer": Absence(True, since=(0, 29, 0)),
-            f"{_CACHE}:KVCacheSpec.prefix_cacheable": Absence(True, since=(0, 32, 0)),
+            f"{_CACHE}:KVCacheSpec.prefix_cacheable": Absence(True, since=(0, 29, 0)),
             f"{_CACHE}:SlidingWindowMLASpec.bounded_replay": Absence(False, since=(0, 31, 0)),
         },
     ),
@@ -235,7 +236,7 @@ ROWS: tuple[Row, ...] = (
         "layout of states", Feature.STATES, "shapes, dtypes, and the order of a convolution's state", Side.BOTH,
         works_since=(0, 32, 0),
         fields={f"{_CACHE}:MambaSpec": "shapes dtypes mamba_type mamba_cache_mode"},
-        optional={f"{_CACHE}:MambaSpec.num_prefill_checkpoint_blocks": Absence(0, since=(0, 32, 0))},
+        optional={f"{_CACHE}:MambaSpec.num_prefill_checkpoint_blocks": Absence(0, since=(0, 29, 0))},
         calls=(("vllm.model_executor.layers.mamba.mamba_utils:get_conv_state_layout", 0, ()),),
     ),
     Row(
@@ -367,8 +368,8 @@ ROWS: tuple[Row, ...] = (
             "vllm.config:KVEventsConfig": "enable_kv_cache_events",
         },
         optional={
-            f"{_EVENTS}:BlockStored.locality": Absence(None, since=(0, 28, 0)),
-            f"{_EVENTS}:BlockRemoved.locality": Absence(None, since=(0, 28, 0)),
+            f"{_EVENTS}:BlockStored.locality": Absence(None, since=(0, 26, 0)),
+            f"{_EVENTS}:BlockRemoved.locality": Absence(None, since=(0, 26, 0)),
         },
         calls=(
             (f"{_HASHES}:maybe_convert_block_hash", 1, ()), (f"{_CACHE}:get_kv_cache_spec_kind", 1, ()),
