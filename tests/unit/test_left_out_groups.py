@@ -76,6 +76,25 @@ def test_block_tables_leave_out_what_chained_drafts_write_again():
     assert growth.computed == 2 * SIZE - 2
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_block_tables_leave_out_what_is_written_again_when_all_drafts_are_wrong(asynchronous):
+    """The next step writes again what is before its first token, which is the last known one. With asynchronous
+    scheduling that of the step before is not known yet, and its drafts count as computed."""
+    tables = BlockTables(info().groups, SIZE, lambda ids: None, lambda t: True, lot=1)
+    tables.rewritten, drafts = 2, 3
+    tracked = SimpleNamespace(request=make_request("r", list(range(3 * SIZE - 1)), SIZE))
+    request = tracked.request
+    tables.begin_step(step_output({"r": 3 * SIZE - 1}, new=[("r", ([1, 2, 3, 4],), 0)]), {"r": tracked}.get)
+    request.num_computed_tokens = 3 * SIZE - 1 + asynchronous * (1 + drafts)
+    request.append_output_token_ids(3 * SIZE)
+    growths = tables.begin_step(step_output({"r": 1 + drafts}), {"r": tracked}.get)
+    assert not growths, "of the third block no more than two tokens are for good"
+    request.append_output_token_ids([7, 7])
+    request.num_computed_tokens += 2
+    [growth] = tables.begin_step(step_output({"r": 1 + drafts}), {"r": tracked}.get)
+    assert growth.computed == 3 * SIZE
+
+
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("resumed", [False, True])
 def test_block_tables_wait_for_the_output_of_a_step_that_computes_on_an_unverified_load(ahead, resumed):

@@ -133,7 +133,9 @@ class BlockTables:
                 self._prompts.discard(request_id)
                 continue
             request, tokens = state.request, scheduled.get(request_id, 0)
-            computed = request.num_computed_tokens + tokens - self.rewritten
+            computed = request.num_computed_tokens + tokens
+            if self.rewritten:  # the next step begins behind the last known token if all drafts of this one are wrong
+                computed = min(computed, request.num_tokens) - self.rewritten
             if computed >= table.due and tokens:
                 out.append(Growth(state, table, computed))
                 table.due = self._next(request_id, request, computed)
