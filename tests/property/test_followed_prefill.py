@@ -286,6 +286,9 @@ class World:
                     assert (group, theirs) == (g, p.ids[g][position])
                     assert end > p.request.num_tokens or got == key
 
+    def pause(self):
+        self.matcher.end_waiting_loads()
+
     def abort(self):
         going = [p for p in self.prefills.values() if p.state in ("waiting", "loading")]
         if going:
@@ -324,8 +327,8 @@ class World:
 def test_loads_that_follow_prefills_end_right(groups, seed):
     world = World(groups, seed)
     events = [world.new_request, world.prefill_step, world.step, world.read, world.collect, world.abort]
-    events += [world.prefill_ends, world.evict]
-    world.run(events, [3, 8, 8, 8, 6, 0.4, 0.6, 1], 200)
+    events += [world.prefill_ends, world.evict, world.pause]
+    world.run(events, [3, 8, 8, 8, 6, 0.4, 0.6, 1, 0.3], 200)
     world.is_clean()
 
 
@@ -389,6 +392,32 @@ def _matched(tokens=40):
         world.prefill_step()
     assert not p.over and world.matcher.match(p.request, 0) == (p.request.num_tokens, True)
     return world, p
+
+
+@pytest.mark.parametrize("export", [False, True])
+def test_paused_engine_ends_load_when_its_read_ends(export):
+    """The prefill engine may be paused too, and answers heartbeats. ``export``: it came during the read."""
+    world, p = _matched()
+    world.rng.random = lambda: 1.0  # no read fails
+    world.step()
+    reading = {block for _, job in world.running for block in job.block_list}
+    assert reading
+    world.pause()
+    if export:
+        while not world.followed(p).complete:
+            world.prefill_step()
+    else:
+        world.prefill_step()  # granted, and not read any more
+    for _ in range(3):
+        world.step()
+        while world.running:
+            world.read()
+        world.collect()
+    assert p.state == "done" and world.ended == 1
+    rest = {block for block in p.tables[0] if block not in reading}
+    assert p.bad == (set() if export else rest)
+    assert not world.client.held and world.client.dropped == ([] if export else ["export-" + p.request.request_id])
+    world.is_clean()
 
 
 @pytest.mark.parametrize("granted", [False, True])

@@ -13,9 +13,13 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_kvtier.jobs.results import LoadResult
+from vllm_kvtier.jobs.results import LoadResult, PullResult
+from vllm_kvtier.jobs.transfer_jobs import FailedJob
+from vllm_kvtier.scheduler.leases.pending_leases import FollowedLease, LeasedBlocks
 from vllm_kvtier.scheduler.matching.request_lifecycle import Event
+from vllm_kvtier.scheduler.sources.followed_prefill import _FollowedLookup
 from vllm_kvtier.vllm_compat.connector_types import WorkerReport
+from vllm_kvtier.wire import messages as m
 
 PROMPT = 3 * BLOCK + 5
 
@@ -138,6 +142,69 @@ def test_paused_engine_steps_until_last_part_is_verified_and_is_reset(loading, b
     assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
     scheduler.set_pause_state(PauseState.UNPAUSED)
     assert step(scheduler) == PROMPT and "r" not in scheduler.requests
+
+
+@pytest.fixture
+def following(engine, monkeypatch):  # noqa: F811
+    """A core whose only request follows a prefill that has granted its first block, and its jobs by step."""
+    core, jobs = engine(KVTIER), []
+    half = kvtier(core)._scheduler
+    [source] = half._matcher._growing
+    take = half._matcher.take_jobs
+    monkeypatch.setattr(half._matcher, "take_jobs", lambda: (jobs.append(taken := take()), taken)[1])
+    own = {"do_remote_prefill": True, "remote_host": "p", "remote_port": 1, "kvtier": {"export": "e", "follow": True}}
+    params = SamplingParams(max_tokens=1, ignore_eos=True, extra_args={"kv_transfer_params": own})
+    params.update_from_generation_config({}, 1)
+    hasher = get_request_block_hasher(BLOCK, sha256)
+    request = Request("r", list(range(PROMPT)), params, None, block_hasher=hasher)
+    grant = LeasedBlocks(("p", 1), "p/1", 1, 0, BLOCK, [[5]], [], final=False, hash_block_size=BLOCK)
+    asked = m.LeaseRequest(1, "", 0, [], follow=True)
+    answer = FollowedLease(("p", 1), asked, 1e18, outcome=grant, grants=[grant])
+
+    def match(request, computed):
+        state = half._matcher.track(request)
+        state.life.fire(Event.LOOKUP)
+        state.life.fire(Event.HIT)
+        state.counted, state.pending = True, _FollowedLookup(source, answer, state, 0, PROMPT)
+        state.hit = source.read_answer(state.pending)
+        return PROMPT, True
+
+    released = []
+    monkeypatch.setattr(source._lease_client, "release_export", lambda address, export: released.append(export))
+    with monkeypatch.context() as once:
+        once.setattr(half, "match", match)
+        core.add_request(request)
+        assert step(core.scheduler) == 0
+    return core, request, jobs, released
+
+
+@pytest.mark.parametrize("reset", [False, True])
+@pytest.mark.parametrize("reading", [False, True])
+def test_pause_ends_load_that_waits_for_more_of_a_prefill(following, reading, reset):
+    """The prefill's engine may be paused too: it answers heartbeats, and grants nothing for as long as it is."""
+    core, request, jobs, released = following
+    scheduler = core.scheduler
+    read = {"kv_connector_worker_meta": WorkerReport([PullResult("r", set(), False, "", 2, 0.1)])}
+    if not reading:
+        step(scheduler, **read)
+    scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    assert scheduler.has_requests()
+    if reading:
+        step(scheduler)
+        assert len(jobs) == 1, "it ends when the read has"
+        step(scheduler, **read)
+        assert scheduler.has_requests()
+    step(scheduler)
+    [last] = jobs[1][0]
+    rest = set(scheduler.kv_cache_manager.get_block_ids("r")[0][1:])
+    assert isinstance(last, FailedJob) and last.all_blocks == rest
+    report = WorkerReport([LoadResult("r", rest, last.reason, 0, 0.1, 0.0)])
+    step(scheduler, finished_recving={"r"}, invalid_block_ids=rest, kv_connector_worker_meta=report)
+    assert not scheduler.has_requests() and released == ["e"]
+    if reset:
+        assert scheduler.reset_prefix_cache(reset_running_requests=True)
+    scheduler.set_pause_state(PauseState.UNPAUSED)
+    assert step(scheduler) == (PROMPT if reset else PROMPT - BLOCK) and request.is_finished()
 
 
 def test_engine_that_runs_is_not_kept_stepping_by_loads(loading):

@@ -360,10 +360,13 @@ class KVTierConnectorScheduler(SchedulerParts):
 
     def waits_for_loads(self) -> bool:
         """Of an engine that pauses: its loads end, and are verified, before its steps do. They hold blocks, with which
-        vLLM cannot reset its prefix cache."""
+        vLLM cannot reset its prefix cache. Those that wait for more of a prefill do not wait for it any longer."""
         if self._engine.paused_scheduler is None:
             return False
-        return self._sync_load.verification_pending or State.LOADING in self._matcher.states()
+        loading = State.LOADING in self._matcher.states()
+        if loading:
+            self._matcher.end_waiting_loads()
+        return self._sync_load.verification_pending or loading
 
     def _before_pool_reset(self) -> None:
         """vLLM is about to reset its prefix cache, and will not if a request is running, whose blocks are held."""

@@ -413,6 +413,11 @@ class RequestMatcher:
             for job in source.more_jobs():  # one by one: if it raises, those before are not lost
                 self._jobs.append(job)
 
+    def end_waiting_loads(self) -> None:
+        """See ``KVSource.end_waiting_loads``. The next step has their last jobs."""
+        for source in self._growing:
+            source.end_waiting_loads()
+
     def take_jobs(self) -> tuple[list[Job | FailedJob], dict[str, list[RankInfo]]]:
         """Jobs for the workers to start in this step, and the ranks of peers as in ``StepWork.new_peers``."""
         taken, self._jobs = self._jobs, []

@@ -300,6 +300,10 @@ class KVSource(ABC):
         """Jobs of loads that go on, whose earlier jobs had ``more``. Called if ``loads_in_parts``."""
         return ()
 
+    def end_waiting_loads(self) -> None:
+        """The engine pauses: each load under way ends as soon as nothing of it is being read. What it lacks is computed
+        later. Called if ``loads_in_parts``."""
+
     def cancel_load(self, state: RequestState) -> None:
         """The request of a load under way ended: begin no more of it than has to be."""
 

@@ -56,7 +56,8 @@ _GONE = ("unreachable", "timeout", "peer_restarted", "malformed")
 @dataclass(eq=False)
 class _Following:
     """A load that follows a prefill. Tokens [state.num_computed_tokens, ``given``) are in jobs; ``used``: so many of
-    the answer's grants. ``results``: of all ranks, that are awaited. ``closed``: the last job was made."""
+    the answer's grants. ``results``: of all ranks, that are awaited. ``closed``: the last job was made.
+    ``paused``: it is to end as soon as nothing is being read."""
 
     state: RequestState
     answer: FollowedLease
@@ -69,6 +70,7 @@ class _Following:
     closed: bool = False
     failed: bool = False
     aborted: bool = False
+    paused: bool = False
     reading: list[LeasedBlocks] = field(default_factory=list)
 
 
@@ -286,6 +288,8 @@ class FollowedPrefillSource(PrefillHandoffSource):
             return self._close(f, f"the rest of the prefill: {why}")
         if grants and grants[-1].final:
             return self._read(f, [grants[-1]], len(grants), more=False)
+        if f.paused and not f.results:
+            return self._close(f, "the rest of the prefill: this engine is paused")
         if grants and not f.results:
             return self._read(f, grants, len(grants), more=True)
         if ended is not None and not grants:
@@ -340,6 +344,12 @@ class FollowedPrefillSource(PrefillHandoffSource):
         if f is not None and not f.closed:
             f.aborted = True
             self.grown.append(state.request.request_id)
+
+    def end_waiting_loads(self) -> None:
+        for request_id, f in self._following.items():
+            if not (f.closed or f.paused):
+                f.paused = True
+                self.grown.append(request_id)
 
     def remove_load(self, state: RequestState) -> None:
         self._following.pop(state.request.request_id, None)
