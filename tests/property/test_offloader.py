@@ -4,6 +4,7 @@ The engine, and what must hold of each copy, are in tests/offloader_harness.py.
 """
 
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -125,6 +126,20 @@ def test_offloader_reserves_prompt_at_once_when_blocks_are_scarce(scarce):
         engine.fake.take(block)
     engine.new_request([i % 7 for i in range(6 * HASH_BLOCK_SIZE)], 6 * HASH_BLOCK_SIZE)
     for _ in range(offloader.RESERVE_AFTER_STEPS[0] - 1):
+        engine.step(every=1.1)
+        engine.reactor.run()
+    assert bool(engine.tier.asked) is scarce
+
+
+@pytest.mark.parametrize("scarce", [False, True])
+def test_offloader_reserves_prompt_at_once_when_a_request_with_blocks_lacks_more_than_are_free(scarce):
+    """Any that was just loaded lacks some, mostly far fewer than are free."""
+    engine = Engine(GROUPS["full"], 1, 0)
+    engine.new_request([i % 7 for i in range(6 * HASH_BLOCK_SIZE)], 6 * HASH_BLOCK_SIZE)
+    begin = engine.offloader.begin_step
+    for _ in range(offloader.RESERVE_AFTER_STEPS[0] - 1):
+        needed = engine.fake.get_num_free_blocks() + 1 if scarce else 3
+        engine.offloader.begin_step = partial(begin, needed=needed)
         engine.step(every=1.1)
         engine.reactor.run()
     assert bool(engine.tier.asked) is scarce

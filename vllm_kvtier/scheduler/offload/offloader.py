@@ -370,7 +370,7 @@ class Offloader:
 
     def _ask(self, now: bool) -> None:
         """Have the collected blocks reserved, once that is worth a message."""
-        scarce = self._needed or self._pool.free_count() < self._spare
+        scarce = self._pool.free_count() < max(self._spare, self._needed)
         for key, batch in list(self._open.items()):
             late = self._step - batch.since >= RESERVE_AFTER_STEPS[0 if batch.soon or scarce else 1]
             if now or late or (scarce and batch.soon) or batch.count >= self._reserve_at:
