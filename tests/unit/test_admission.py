@@ -19,7 +19,7 @@ from vllm_kvtier.scheduler.leases.exports import Export, GroupBlocks, LeaseKind
 from vllm_kvtier.scheduler.matching.request_lifecycle import Event, State
 from vllm_kvtier.vllm_compat import requests
 from vllm_kvtier.vllm_compat.connector_types import WorkerReport
-from vllm_kvtier.vllm_compat.hooks.admission import Admission
+from vllm_kvtier.vllm_compat.hooks.admission import NEEDED, Admission
 from vllm_kvtier.vllm_compat.probe.features import release
 
 WATERMARK = 8
@@ -284,9 +284,22 @@ def test_load_that_fits_only_without_drafts_is_computed(half, monkeypatch, param
 def test_blocks_for_drafts_are_read_from_each_release():
     admission = Admission()
     assert admission.draft_blocks() == 0
+    needed = dict.fromkeys(NEEDED)
     for found, blocks in ({}, 0), ({"_spec_decode_step_blocks": lambda: 9}, 9), ({"_spec_decode_step_blocks": 9}, 9):
-        admission.install(SimpleNamespace(**found))  # up to 0.30, of 0.31, since 0.32
+        admission.install(SimpleNamespace(**needed, **found))  # up to 0.30, of 0.31, since 0.32
         assert admission.draft_blocks() == blocks
+
+
+@pytest.mark.parametrize("lacking", ["num_lookahead_tokens", "num_spec_tokens", "_inflight_prefills", "waiting"])
+def test_scheduler_of_the_user_s_own_is_left_alone(lacking):
+    """vLLM's ``--scheduler-cls``. Each match raised, and the connector was switched off."""
+    admission, manager = Admission(), SimpleNamespace(watermark_blocks=2)
+    has = {**dict.fromkeys(NEEDED, 0), "running": [1], "waiting": [], "kv_cache_manager": manager}
+    request = ask("r", BLOCK, 0)
+    own = SimpleNamespace(**{name: value for name, value in has.items() if name != lacking}, skipped_waiting=[request])
+    admission.install(own)
+    assert admission.asked_for(request) == admission.draft_tokens() == admission.reserved_blocks() == 0
+    assert not admission.kept_free() and not any(admission.queues)
 
 
 @pytest.mark.parametrize("kind", [LeaseKind.RETAINED, LeaseKind.HANDOFF])

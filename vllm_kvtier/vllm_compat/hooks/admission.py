@@ -18,6 +18,11 @@ from vllm.v1.request import RequestStatus
 # has skipped (see ``WaitingLoop``), and then through the others; that which it has no blocks for stays the first.
 MOST_SKIPPED = 256
 READY = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+# Of vLLM's scheduler in all releases.
+NEEDED = (
+    "running", "waiting", "kv_cache_manager", "num_lookahead_tokens", "num_spec_tokens", "_inflight_prefills",
+    "_inflight_prefill_reserved_blocks",
+)  # fmt: skip
 
 
 class Admission:
@@ -27,7 +32,10 @@ class Admission:
         self._most: tuple[int | None, ...] = (None,)  # requests of each that are looked at
 
     def install(self, scheduler: Any, loaded: Any = ()) -> None:
-        """``loaded``: as ``LoadedFirst.queue``."""
+        """``loaded``: as ``LoadedFirst.queue``. Does nothing for a scheduler of the user's own that lacks what is read
+        here: which blocks it keeps free is unknown."""
+        if not all(hasattr(scheduler, name) for name in NEEDED):
+            return
         self.scheduler = scheduler
         if hasattr(scheduler, "kv_holding_waiting"):
             self.queues = (scheduler.kv_holding_waiting,)
