@@ -1,5 +1,7 @@
 """Our connector beside another one that hands prefills off: vLLM's MultiConnector raises if both answer a field."""
 
+from types import SimpleNamespace
+
 import pytest
 from support import make_request
 from test_engine_thread import BLOCK, KVTIER, OTHER, engine, kvtier  # noqa: F401
@@ -44,6 +46,13 @@ def test_beside_nixl_connector_hand_offs_are_its_own(engine, children, params): 
 def test_alone_and_beside_a_connector_that_stores_hand_offs_are_ours(engine, children):  # noqa: F811
     core = engine(*children)
     assert set(answer(core, PREFILL)) >= EXPORTED and kvtier(core)._scheduler._exports.has_handoffs()
+
+
+@pytest.mark.parametrize(("name", "hands_off"), [("UMBPStoreConnector", False), ("MooncakeConnector", True)])
+def test_connectors_that_this_vllm_may_lack_are_known_by_name(name, hands_off):
+    ours, other = object(), type(name, (), {})()
+    multi = SimpleNamespace(_connectors=[ours, other])
+    assert handing_off(SimpleNamespace(connector=multi), ours) == (name if hands_off else "")
 
 
 def test_connectors_in_a_multi_connector_within_another_are_looked_at(engine):  # noqa: F811

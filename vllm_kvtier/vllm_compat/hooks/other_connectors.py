@@ -12,7 +12,7 @@ from typing import Any
 STORES = {
     "DecodeBenchConnector", "ExampleConnector", "ExampleHiddenStatesConnector", "FlexKVConnectorV1", "HF3FSKVConnector",
     "HiSparseConnector", "LMCacheConnectorV1", "LMCacheMPConnector", "LMCacheMPConnectorUpstream",
-    "MooncakeStoreConnector", "OffloadingConnector", "SimpleCPUOffloadConnector",
+    "MooncakeStoreConnector", "OffloadingConnector", "SimpleCPUOffloadConnector", "UMBPStoreConnector",
 }  # fmt: skip
 
 
