@@ -2,6 +2,7 @@
 thread."""
 
 import hashlib
+import itertools
 import json
 import os
 import stat
@@ -10,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_kvtier.file_digests import file_digests
+from vllm_kvtier.file_digests import count_reads, file_digests, state_key
 
 # Fields of config.json that change no value in the cache and differ between copies of the same model.
 IGNORED = {"_name_or_path", "transformers_version", "architectures", "torch_dtype", "dtype", "use_cache"}
@@ -23,11 +24,51 @@ MAX_CLOCK_SKEW_NS = 10_000_000_000
 
 KINDS = ("*.safetensors", "*.bin", "*.pt", "*.gguf", "*/*.safetensors")  # the last: Diffusers' folders (Cosmos 3)
 
+_WITHIN = (".json", ".safetensors", ".bin", ".pt", ".pth", ".gguf")  # of files in folders of a model's folder
+DEPTH = 2  # adapters/TASK
+MAX_READS = 60_000  # of files there, a second or so: 250 GB of safetensors, 2 GB in formats without a list of tensors
+
 
 def weight_files(path: Path, kinds: Sequence[str] = KINDS) -> list[Path]:
     """A model's files of weights, in the order of their digest: those of the first kind in its folder, or ``path``
     itself if that is a file."""
     return [path] if path.is_file() else next((files for kind in kinds if (files := sorted(path.glob(kind)))), [])
+
+
+def other_files(path: Path, weights: Sequence[Path]) -> list[Path]:
+    """What else a model's weights may depend on: the list of the files that vLLM loads of ``weights``, and all weights
+    and configuration in folders of its folder, where some models have encoders and adapters (Jina). Raises OSError."""
+    if not path.is_dir():
+        return []
+    lists = []
+    if any(file.suffix == ".safetensors" for file in weights):
+        mistral = all(file.name.startswith("consolidated") for file in weights)
+        lists = sorted(path.glob(f"{'consolidated' * mistral}*.safetensors.index.json"))
+    entries = [Path(entry) for folder in folders_within(path) for entry in os.scandir(folder)]
+    inner = [e for e in entries if e.suffix in _WITHIN and e not in weights and e.is_file() and os.access(e, os.R_OK)]
+    return lists + sorted(inner)
+
+
+def folders_within(folder: Path, depth: int = DEPTH) -> list[Path]:
+    """Folders in which vLLM may read files of a model. Not hidden ones, where the hub library keeps notes, nor
+    ``original``, which vLLM does not download. Raises OSError."""
+    found = []
+    for entry in os.scandir(folder) if depth and folder.is_dir() else ():
+        read = entry.name[0] != "." and entry.name != "original" and entry.is_dir()
+        if read and os.access(entry, os.R_OK | os.X_OK):
+            found += [Path(entry), *folders_within(Path(entry), depth - 1)]
+    return found
+
+
+def bounded_digests(files: Sequence[Path]) -> list[str]:
+    """As ``file_digests`` of the smallest files, ``MAX_READS`` in all; of the others the inode and the times, which no
+    other copy has. Raises OSError."""
+    states = {file: os.stat(file) for file in files}
+    order = sorted(files, key=lambda file: (states[file].st_size, file))
+    reads = itertools.accumulate(count_reads(file, states[file].st_size) for file in order)
+    read = [file for file, total in zip(order, reads, strict=False) if total <= MAX_READS]
+    found = dict(zip(read, file_digests(read), strict=True))
+    return [found.get(file) or state_key(states[file]) for file in files]
 
 
 def model_folder(model: str, revision: str | None = None, download_dir: str | None = None) -> Path | None:
@@ -55,7 +96,7 @@ def process_start() -> int:
 
 def changed_since(moment: int, model: str, revision: str | None, files: Sequence[Path]) -> bool:
     """Whether a reader of this model at any time since ``moment`` may have read other bytes than ``files`` (not empty;
-    as ``weight_files``) hold now. Compares change times, which no tool can set. Raises OSError."""
+    ``weight_files``, then ``other_files``) hold now. Compares change times, which no tool can set. Raises OSError."""
     path = Path(model).expanduser()
     own = _own_clock_devices()
 
@@ -66,7 +107,7 @@ def changed_since(moment: int, model: str, revision: str | None, files: Sequence
         snapshots = next((each for each in files[0].parents if each.name == "snapshots"), files[0].parents[1])
         name = snapshots.parent / "refs" / (revision or "main")
         return name.exists() and changed(os.stat(name))
-    looked = [*files, path, *path.glob("*.json"), *path.glob("*.py")]
+    looked = [*files, path, *folders_within(path), *path.glob("*.json"), *path.glob("*.py")]
     return any(changed(os.stat(each)) or _moved(changed, each.absolute()) for each in looked)
 
 

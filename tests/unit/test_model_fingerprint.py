@@ -191,6 +191,85 @@ def test_model_fingerprint_depends_on_encoder_in_folder_of_its_folder(folder, na
     assert len(found) == 5
 
 
+@pytest.fixture
+def adapters(folder):
+    """As of Jina's embedding models: vLLM merges one into the weights, as its configuration says."""
+    found = folder / "adapters"
+    for task in ("retrieval", "matching"):
+        (found / task).mkdir(parents=True)
+        (found / task / "adapter_config.json").write_text('{"r": 4}')
+        (found / task / "adapter_model.safetensors").write_text(task * 100)
+    return found
+
+
+def test_model_fingerprint_depends_on_adapters_in_folders_of_its_folder(folder, adapters):
+    """Another one read the KV of the former."""
+    found = {ns.model_fingerprint(model(folder))}
+    for name, content in (("adapter_config.json", '{"r": 8}'), ("adapter_model.safetensors", "another" * 100)):
+        (adapters / "retrieval" / name).write_text(content)
+        found.add(ns.model_fingerprint(model(folder)))
+        assert ns.model_fingerprint(model(folder)) in found
+    for old, new in (("retrieval", "x"), ("matching", "retrieval"), ("x", "matching")):
+        (adapters / old).rename(adapters / new)
+    assert len({*found, ns.model_fingerprint(model(folder))}) == 4
+
+
+def test_model_fingerprint_depends_on_adapters_in_the_hubs_cache(folder, adapters, tmp_path, monkeypatch):
+    """vLLM loads the model's own weights alone from --download-dir."""
+    (hub := tmp_path / "hub").mkdir()
+    adapters.rename(hub / "adapters")
+    monkeypatch.setattr(ns, "model_folder", lambda name, revision=None, download=None: folder if download else hub)
+    monkeypatch.setattr(ns, "changed_since", lambda *_: False)
+    config = model("org/model")
+    config.load_config.download_dir = "elsewhere"
+    before = ns.model_fingerprint(config)
+    assert ns.model_fingerprint(config) == before
+    (hub / "adapters" / "retrieval" / "adapter_config.json").write_text('{"r": 8}')
+    assert ns.model_fingerprint(config) != before
+
+
+@pytest.mark.parametrize("change", ["written", "removed"])
+def test_model_fingerprint_of_adapter_changed_after_start_is_unique(folder, adapters, monkeypatch, change):
+    before = ns.model_fingerprint(model(folder))
+    starts_now(monkeypatch)
+    assert ns.model_fingerprint(model(folder)) == before
+    config = adapters / "retrieval" / "adapter_config.json"
+    config.unlink() if change == "removed" else config.write_text('{"r": 4}')
+    assert ns.model_fingerprint(model(folder)) != ns.model_fingerprint(model(folder))
+
+
+@pytest.mark.parametrize("place", ["original", ".cache/huggingface", "adapters/retrieval/more"])
+def test_model_fingerprint_ignores_folders_that_vllm_does_not_read(folder, adapters, place):
+    before = ns.model_fingerprint(model(folder))
+    (folder / place).mkdir(parents=True)
+    (folder / place / "params.json").write_text("{}")
+    (adapters / "gone.json").symlink_to("nowhere")
+    assert ns.model_fingerprint(model(folder)) == before
+
+
+def test_model_fingerprint_does_not_read_much_in_folders(folder, adapters, monkeypatch):
+    """As checkpoints of a training that wrote the model: changes are still noticed."""
+    read, digests = [], fingerprint.file_digests
+    monkeypatch.setattr(fingerprint, "file_digests", lambda files: read.extend(files) or digests(files))
+    monkeypatch.setattr(fingerprint, "MAX_READS", 50)  # of 80
+    before = ns.model_fingerprint(model(folder))
+    assert ns.model_fingerprint(model(folder)) == before
+    assert {file.suffix for file in read} == {".json"}
+    (adapters / "retrieval" / "adapter_model.safetensors").write_text("another")
+    assert ns.model_fingerprint(model(folder)) != before
+
+
+def test_model_fingerprint_depends_on_list_of_loaded_files(folder):
+    """It may name others of the same files."""
+    names, found = {f"layer.{n}": "model.safetensors" for n in range(10_000)}, set()
+    for kind in ("model", "old", "new"):
+        index = {"weight_map": {**names, "layer.4567": f"{kind}.safetensors"}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        found.add(ns.model_fingerprint(model(folder)))
+        assert ns.model_fingerprint(model(folder)) in found
+    assert len(found) == 3
+
+
 @pytest.mark.parametrize("method", ["eagle", "draft_model", "mtp", "ngram", "own layers"])
 def test_model_fingerprint_depends_on_drafts_that_keep_kv(folder, tmp_path, method):
     """Their KV is stored with the target's: another draft's would be accepted less often."""

@@ -16,10 +16,12 @@ from vllm_kvtier.file_digests import file_digests
 from vllm_kvtier.fingerprint import (
     IGNORED,
     KINDS,
+    bounded_digests,
     changed_since,
     configuration,
     model_folder,
     of_files,
+    other_files,
     process_start,
     weight_files,
 )
@@ -157,8 +159,6 @@ _KINDS = {
 _MEDIA_FILES = ("*processor_config.json", "tekken.json")
 # Names of models whose weights vLLM loads as parts of this one (Ultravox), at their hub's "main".
 _OTHER_MODELS = ("text_model_id", "audio_model_id")
-# Folders of a model's folder that have its encoder (Kimi-Audio, MiMo-Audio).
-_ENCODERS = ("whisper-large-v3", "audio_tokenizer")
 
 
 class ModelFingerprint:
@@ -254,8 +254,6 @@ def model_fingerprint(vllm_config: Any) -> str:
     parts = [(model.model, model.revision, folder)]
     for other in [getattr(model.hf_config, field, None) for field in _OTHER_MODELS]:
         parts += [(other, None, model_folder(other, None, load.download_dir))] if other else []
-    if folder and model.multimodal_config is not None:
-        parts += [(*parts[0][:2], encoder) for name in _ENCODERS if weight_files(encoder := folder / name)]
     files: list[Path] = []
     try:
         of_parts = [weight_files(where, _KINDS.get(load.load_format, KINDS)) if where else [] for *_, where in parts]
@@ -264,14 +262,23 @@ def model_fingerprint(vllm_config: Any) -> str:
         elif not all(of_parts):
             words = "not in local files"
         else:
-            files = [file for part in of_parts for file in part]
+            own = [file for part in of_parts for file in part]
+            folders = [part[2] for part in parts]
+            others = [other_files(where, files) for where, files in zip(folders, of_parts, strict=True)]
+            if load.download_dir and (hub := model_folder(model.model, model.revision)) not in (None, folder):
+                others[0] += other_files(hub, ())  # vLLM has only the weights in that directory
+                folders.append(hub)
+            more = [file for part in others for file in part]
             configs = "config.json", *_MEDIA_FILES
-            files += [file for *_, where in parts[1:] if where for kind in configs for file in sorted(where.glob(kind))]
-            for file, found in zip(files, file_digests(files), strict=True):
-                weights.update(f"{file.name}|{found}|".encode())
+            more += [file for where in folders[1 : len(parts)] for kind in configs for file in sorted(where.glob(kind))]
+            files = own + more
+            for file, found in zip(files, file_digests(own) + bounded_digests(more), strict=True):
+                where = next((each for each in folders if each in file.parents), file.parent)
+                weights.update(f"{file.relative_to(where)}|{found}|".encode())
             words = f"{weights.hexdigest()}, {len(files)} file{'s' * (len(files) != 1)}"
             # vLLM loaded them after this process began. Checked last: a later change was not read here either.
-            if any(changed_since(process_start(), *part[:2], own) for part, own in zip(parts, of_parts, strict=True)):
+            read = [first + then for first, then in zip(of_parts, others, strict=True)]
+            if any(changed_since(process_start(), *part[:2], each) for part, each in zip(parts, read, strict=True)):
                 files, words = [], "in files, or on a path, that changed after this process had started"
     except OSError as error:
         files, words = [], f"that cannot be read ({error})"
