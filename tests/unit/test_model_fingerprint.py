@@ -292,6 +292,21 @@ def test_model_fingerprint_depends_on_drafts_that_keep_kv(folder, tmp_path, meth
     assert (fingerprint() == before) == (method in ("ngram", "own layers"))
 
 
+def test_model_fingerprint_of_draft_changed_after_start_is_unique(folder, tmp_path, monkeypatch):
+    """Its digest was of what it has become."""
+    (draft := tmp_path / "draft").mkdir()
+    (draft / "config.json").write_text("{}")
+    (draft / "model.safetensors").write_bytes(bytes(1000))
+    config = model(folder)
+    of = SimpleNamespace(model=str(draft), revision=None)
+    config.speculative_config = SimpleNamespace(method="eagle", draft_model_config=of, use_eagle=lambda: True)
+    before = ns.model_fingerprint(config)
+    starts_now(monkeypatch)
+    assert ns.model_fingerprint(config) == before
+    (draft / "model.safetensors").write_bytes(b"1" * 1000)
+    assert ns.model_fingerprint(config) != ns.model_fingerprint(config)
+
+
 def test_model_fingerprint_depends_on_draft_in_the_download_dir(folder, tmp_path, monkeypatch):
     """As it does on the model's own files there; without files, on the revision."""
     draft, described = tmp_path / "draft", tmp_path / "described"

@@ -254,6 +254,7 @@ def model_fingerprint(vllm_config: Any) -> str:
     parts = [(model.model, model.revision, folder)]
     for other in [getattr(model.hf_config, field, None) for field in _OTHER_MODELS]:
         parts += [(other, None, model_folder(other, None, load.download_dir))] if other else []
+    draft = _draft_model(vllm_config)
     files: list[Path] = []
     try:
         of_parts = [weight_files(where, _KINDS.get(load.load_format, KINDS)) if where else [] for *_, where in parts]
@@ -277,14 +278,16 @@ def model_fingerprint(vllm_config: Any) -> str:
                 weights.update(f"{file.relative_to(where)}|{found}|".encode())
             words = f"{weights.hexdigest()}, {len(files)} file{'s' * (len(files) != 1)}"
             # vLLM loaded them after this process began. Checked last: a later change was not read here either.
-            read = [first + then for first, then in zip(of_parts, others, strict=True)]
-            if any(changed_since(process_start(), *part[:2], each) for part, each in zip(parts, read, strict=True)):
+            read = [(*part[:2], own + more) for part, own, more in zip(parts, of_parts, others, strict=True)]
+            if draft and (found := model_folder(draft.model, draft.revision, load.download_dir)):
+                read += [(draft.model, draft.revision, own)] if (own := weight_files(found)) else []
+            if any(changed_since(process_start(), *each) for each in read):
                 files, words = [], "in files, or on a path, that changed after this process had started"
     except OSError as error:
         files, words = [], f"that cannot be read ({error})"
     if files:
         digest.update(weights.digest())
-        if (draft := _draft_model(vllm_config)) is not None:  # its KV is stored and moved with the target's
+        if draft is not None:  # its KV is stored and moved with the target's
             found = of_files(draft.model, draft.revision, load.download_dir) or f"{draft.model} {draft.revision}"
             digest.update(f"|draft {found}".encode())
         name = digest.hexdigest()
