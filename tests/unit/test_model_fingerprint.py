@@ -343,6 +343,33 @@ def test_model_fingerprint_depends_on_trusted_remote_code(folder):
     assert ns.model_fingerprint(model(folder)) == before, "it is not run"
 
 
+@pytest.mark.parametrize("name, media", [("config.json", False), ("preprocessor_config.json", True)])
+def test_model_fingerprint_depends_on_trusted_code_of_another_repository(folder, tmp_path, monkeypatch, name, media):
+    """As transformers writes it for models that were trained from one with code of its own."""
+    code = tmp_path / "models--org--other" / "snapshots" / "1"
+    maps = {"auto_map": {"AutoModel": "org/other--modeling.Model", "AutoConfig": "configuration.Config"}}
+    (folder / "config.json").write_text("{}")
+    (folder / name).write_text(json.dumps(maps))
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: {"org/other": str(code)}[name])
+
+    def fingerprint(trust=True):
+        return ns.model_fingerprint(model(folder, trust_remote_code=trust, **(multimodal() if media else {})))
+
+    before, found = fingerprint(trust=False), set()
+    assert fingerprint() != fingerprint(), "it is not on this machine"
+    (ref := code.parents[1] / "refs" / "main").parent.mkdir(parents=True)
+    ref.write_text("1")
+    code.mkdir(parents=True)
+    for content in ("a = 1", "a = 2"):
+        (code / "modeling.py").write_text(content)
+        found.add(fingerprint())
+        assert fingerprint() in found
+    assert len(found) == 2 and fingerprint(trust=False) == before, "it is not run"
+    starts_now(monkeypatch)
+    ref.write_text("2")
+    assert fingerprint() != fingerprint()
+
+
 @pytest.mark.parametrize("variable", ["true", "True", "1"])
 def test_model_fingerprint_of_modelscope_name_is_unique(folder, monkeypatch, variable):
     """vLLM reads that hub's copy; the other hub's may lie in its cache under the same name."""

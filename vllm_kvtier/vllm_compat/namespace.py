@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import sys
 import threading
 import time
@@ -159,6 +160,8 @@ _KINDS = {
 _MEDIA_FILES = ("*processor_config.json", "tekken.json")
 # Names of models whose weights vLLM loads as parts of this one (Ultravox), at their hub's "main".
 _OTHER_MODELS = ("text_model_id", "audio_model_id")
+# A class in an ``auto_map`` that is code of another repository, or of a folder.
+_CODE = re.compile(r'"([\w.~/-]+)--\w+\.\w+"')
 
 
 class ModelFingerprint:
@@ -235,6 +238,16 @@ def _configuration(vllm_config: Any, folder: Path | None) -> dict[str, Any]:
     return quantized | (found if mistral else found["config.json"])
 
 
+def _code_elsewhere(vllm_config: Any, texts: list[str]) -> list[tuple[str, str | None, list[Path]]]:
+    """(repository or folder, revision, its files) of code that vLLM runs for this model and that is not in its folder,
+    as these files of JSON say. No files: they are not on this machine."""
+    model = vllm_config.model_config
+    revision = dict(changed(model)).get("code_revision")
+    names = {name for text in texts for name in _CODE.findall(text)} if model.trust_remote_code else set()
+    folders = [(name, model_folder(name, revision)) for name in sorted(names - {model.model})]
+    return [(name, revision, sorted(where.glob("*.py")) if where else []) for name, where in folders]
+
+
 def model_fingerprint(vllm_config: Any) -> str:
     """Digest of the model's files: configuration and weights, also of models that are parts of it, the processors'
     configuration if it takes media, its own code if it has any, and the files of a draft model that keeps KV. Random if
@@ -245,9 +258,13 @@ def model_fingerprint(vllm_config: Any) -> str:
     load = vllm_config.load_config
     path = Path(model.model).expanduser()
     folder = path if path.is_file() else model_folder(model.model, model.revision, load.download_dir)
-    digest.update(json.dumps(_configuration(vllm_config, folder), sort_keys=True, default=str).encode())
+    config = json.dumps(_configuration(vllm_config, folder), sort_keys=True, default=str)
+    digest.update(config.encode())
     kinds = [*(_MEDIA_FILES if model.multimodal_config is not None else ()), *(["*.py"] * model.trust_remote_code)]
-    for file in [file for kind in kinds if folder for file in sorted(folder.glob(kind))]:
+    described = [file for kind in kinds if folder for file in sorted(folder.glob(kind))]
+    texts = [each.read_text("utf-8", "replace") for each in described if each.suffix == ".json"]
+    code = _code_elsewhere(vllm_config, [config, *texts])
+    for file in [*described, *(file for *_, files in code for file in files)]:
         digest.update(f"|{file.name}|".encode() + hashlib.blake2b(file.read_bytes()).digest())
     configured = digest.hexdigest()[:16]
     weights = hashlib.blake2b(digest_size=8)
@@ -262,6 +279,8 @@ def model_fingerprint(vllm_config: Any) -> str:
             words = f"of load format {load.load_format}"
         elif not all(of_parts):
             words = "not in local files"
+        elif absent := [name for name, _, files in code if not files]:
+            words = f"with code of {absent[0]}, which is not in local files"
         else:
             own = [file for part in of_parts for file in part]
             folders = [part[2] for part in parts]
@@ -281,7 +300,7 @@ def model_fingerprint(vllm_config: Any) -> str:
             read = [(*part[:2], own + more) for part, own, more in zip(parts, of_parts, others, strict=True)]
             if draft and (found := model_folder(draft.model, draft.revision, load.download_dir)):
                 read += [(draft.model, draft.revision, own)] if (own := weight_files(found)) else []
-            if any(changed_since(process_start(), *each) for each in read):
+            if any(changed_since(process_start(), *each) for each in read + code):
                 files, words = [], "in files, or on a path, that changed after this process had started"
     except OSError as error:
         files, words = [], f"that cannot be read ({error})"
