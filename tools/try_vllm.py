@@ -52,7 +52,7 @@ ENGINE_TESTS = (
     "tests/engines/test_pulls.py",
     "tests/engines/test_node_store.py::test_two_engines_share_one_store",
     "tests/engines/test_node_store.py::test_prompts_of_every_length_load_whole_blocks",
-    "tests/engines/test_node_store.py::test_salts_isolate",
+    "tests/engines/test_node_store.py::test_cache_salts_isolate_tenants",
     "tests/engines/test_node_store.py::test_handoff_is_pulled_although_store_has_it",
 )
 

@@ -47,6 +47,13 @@ def test_try_vllm_runs_scheduler_tests_over_the_sources_as_a_cpu_build(tool, tmp
     assert (found.name, found.version) == ("vllm", "0.40.0+cpu"), "by which vLLM knows that it runs on CPUs"
 
 
+def test_try_vllm_names_existing_tests(tool, root):
+    for each in (*tool.SCHEDULER_TESTS, *tool.ENGINE_TESTS):
+        path, _, name = each.partition("::")
+        assert not name or f"def {name}(" in (root / path).read_text("utf-8"), each
+        assert (root / path).is_file(), each
+
+
 def test_try_vllm_failed_names_missing_rows(tool):
     assert tool.failed(table(first="ok", second="absent")) == []
     assert tool.failed(table(first="failed", second="absent")) == ["first (first went)"]
