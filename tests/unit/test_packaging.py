@@ -115,7 +115,8 @@ def test_sdist_contains_sources_of_the_wheel(build, wheel, tmp_path):
     with tarfile.open(build("sdist")) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     papers = ("LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "docs/options.md")
-    for needed in ("setup.py", "Makefile", "csrc_triton/__init__.py", "models/recall-6m/config.json", *papers):
+    tools = ("setup.py", "Makefile", "mypy.ini", "ruff.toml", "benchmarks/pd.py")
+    for needed in ("csrc_triton/__init__.py", "models/recall-6m/config.json", *tools, *papers):
         assert needed in names
     kernels = {n.replace("vllm_kvtier/kernels", "csrc_triton") for n in wheel.namelist() if "/kernels/" in n}
     assert kernels <= names
