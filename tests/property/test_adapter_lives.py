@@ -32,7 +32,7 @@ class Lives(RuleBasedStateMachine):
         super().__init__()
         self.folder = Path(tempfile.mkdtemp())
         self.memory, file_digests._memory = file_digests._memory, lambda: self.folder / "digests.json"
-        names = "READ_SECONDS", "LOOK_SECONDS", "SLOW_SECONDS"
+        names = "READ_SECONDS", "LOOK_SECONDS", "SLOW_SECONDS", "SHORT_SECONDS"
         self.limits = {name: getattr(adapters_module, name) for name in names}
         vars(adapters_module).update(dict.fromkeys(self.limits, 60.0))
         self.adapters, self.cache = Adapters(), Cache()

@@ -21,7 +21,7 @@ from vllm_kvtier.vllm_compat.probe import features
 @pytest.fixture(autouse=True)
 def surroundings(monkeypatch, tmp_path_factory):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-    for limit in ("READ_SECONDS", "LOOK_SECONDS", "SLOW_SECONDS"):
+    for limit in ("READ_SECONDS", "LOOK_SECONDS", "SLOW_SECONDS", "SHORT_SECONDS"):
         monkeypatch.setattr(adapters_module, limit, 60.0)  # however slow this machine is
 
 
@@ -243,6 +243,32 @@ def test_admit_on_slow_file_system_stats_rarely(tmp_path, monkeypatch):
     now[0] += 8.0
     assert adapters.confirm(requests[0], adapter) and len(looks) == 4, "it cannot have been something else meanwhile"
     assert not adapters.confirm(requests[0], adapter) and len(looks) == 4
+
+
+@pytest.mark.parametrize("milliseconds", [0.9, 4.0, 15.0, 150.0])
+def test_admit_and_confirm_look_for_a_bounded_share_of_the_time(tmp_path, monkeypatch, milliseconds):
+    """With looks of 15 ms, 30 requests a second left an engine a tenth of its time."""
+    now, find, spent = [100.0], adapters_module._find, [0.0]
+
+    def slow(path):
+        spent[0] += milliseconds / 1e3
+        now[0] += milliseconds / 1e3
+        return find(path)
+
+    adapters, requests = Adapters(), [lora(files(tmp_path / str(i)), str(i), i) for i in range(1, 9)]
+    found = [admitted(adapters, request) for request in requests]
+    monkeypatch.undo()
+    monkeypatch.setattr(adapters_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(adapters_module, "_find", slow)
+    shared = []
+    for i in range(3000):
+        now[0] += 1 / 30
+        request, adapter = requests[i % 8], found[i % 8]
+        shared += [now[0]] * bool(adapters.admit(request) and adapters.confirm(request, adapter))
+    seconds = now[0] - 100
+    bound = 0.05 * seconds + 2.5 + 0.15 * 8  # the last: one look at each path before it is known to be slow
+    assert len(shared) == 3000 if milliseconds < 1 else spent[0] * (1 - 1 / milliseconds) < bound
+    assert milliseconds > 20 or shared[-1] > now[0] - 5, "some are shared"
 
 
 def test_load_on_slow_file_system_is_recorded(tmp_path, monkeypatch):

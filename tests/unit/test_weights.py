@@ -325,7 +325,7 @@ def adapters(tmp_path, monkeypatch):
     adapters = Adapters()
     for module in (vr, provenance_module):
         monkeypatch.setattr(module, "ADAPTERS", adapters)
-    for limit in ("READ_SECONDS", "LOOK_SECONDS", "SLOW_SECONDS"):
+    for limit in ("READ_SECONDS", "LOOK_SECONDS", "SLOW_SECONDS", "SHORT_SECONDS"):
         monkeypatch.setattr(adapters_module, limit, 60.0)  # however slow this machine is
     return adapters
 
