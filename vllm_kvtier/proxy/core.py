@@ -56,7 +56,7 @@ class ProxyCore:
         self.prefixes = PrefixMemory(config.max_prefixes)
         self.admission = Admission(config, ROLES)
         self.fleet = Fleet(
-            on_change=lambda engine: self.admission.serve_waiting(engine.role),
+            on_change=lambda engine: self.admission.serve_waiting(engine.role, anew=True),
             on_request_end=lambda engine: self.admission.request_ended(engine.role),
         )
         self.events = KVEvents(self.fleet)
@@ -102,7 +102,7 @@ class ProxyCore:
         self.prefixes.capacity = config.max_prefixes
         self.bodies.limit = self.answers.limit = config.max_buffered_bytes
         for role in ROLES:
-            self.admission.serve_waiting(role)
+            self.admission.serve_waiting(role, anew=True)
 
     def count(self, event: str) -> None:
         self._counts[event] += 1

@@ -42,6 +42,7 @@ _OBJECT, _OBJECTS = msgspec.json.Decoder(_Fields), msgspec.json.Decoder(list[_Fi
 _NULL = msgspec.Raw(b"null")
 _UUID = (b"uuid", *(b"\\u%04x" % letter for letter in b"uid"))  # as it may be written in JSON
 _FORM_VALUE = re.compile(rb'name="[^"]*"[^\r\n]*\r\n(?:[^\r\n]+\r\n)*\r\n([^\r\n]*)')
+_MAX_FORM_CHARS = 2048  # headers of a part, and its value
 _MAX_ID_CHARS = 256
 
 # Of a chat, what templates render before its messages.
@@ -247,7 +248,7 @@ def read_field(fields: _Fields, name: str) -> Any:
 def find_form_field(body: bytes, name: str) -> str:
     """The value of a field of a multipart body; "" if it is not found."""
     at = body.find(f'name="{name}"'.encode())
-    found = _FORM_VALUE.match(body, at) if at >= 0 else None
+    found = _FORM_VALUE.match(body, at, at + _MAX_FORM_CHARS) if at >= 0 else None
     return found[1].decode("utf-8", "replace") if found else ""
 
 

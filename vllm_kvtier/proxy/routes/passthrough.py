@@ -178,14 +178,12 @@ class Passthrough(EngineRequest):
         role = "pooling" if self._rule.role == "pooling" and self._core.fleet.pooling else "decode"
 
         def choose() -> Choice | None:
-            usable, wants = self._usable(), self._refusals.wants
-            if not usable:
+            if not (usable := self._usable()):
                 return None
             free = next((engine for engine in usable if not engine.full), None)
             if free is None:
-                label = wants or (usable[0] if len(usable) == 1 else self)  # what others that wait alike have, too
-                return Choice(None, full=waits_for(label, getattr(self._core.fleet, role)))
-            free.lacking.tried(wants)
+                return Choice(None, full=waits_for(usable, getattr(self._core.fleet, role)))
+            free.lacking.tried(self._refusals.wants)
             return Choice(free, tokens if self._rule.salted else 0)
 
         return await self._acquire(role, choose, time.monotonic() + self._config.queue_timeout)

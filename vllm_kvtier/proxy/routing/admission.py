@@ -15,7 +15,7 @@ import itertools
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -31,13 +31,12 @@ MAX_IDLE_TENANTS = 4096
 
 
 class Choice(NamedTuple):
-    """An engine for a request and the prompt tokens to compute there. None: all engines are full; or with ``full``, an
-    engine or what requests want, those that can serve this one are, and requests behind it that others can serve go
-    first."""
+    """An engine for a request and the prompt tokens to compute there. None: all engines are full; or with ``full``,
+    those that can serve this one are, and requests behind it that others can serve go first."""
 
     engine: Engine | None
     tokens: int = 0
-    full: Hashable | None = None
+    full: frozenset[Engine] | None = None
 
 
 class QueueFull(KVTierError):
@@ -123,10 +122,13 @@ class Admission:
             raise result
         return result
 
-    def serve_waiting(self, role: str) -> None:
-        """Grant the free slots to waiting requests. Of those for the same full engines, the first is asked."""
+    def serve_waiting(self, role: str, *, anew: bool = False) -> None:
+        """Grant the free slots to waiting requests. Of those for the same full engines, the first is asked. ``anew``:
+        all are, because more engines may serve them than when they were asked last."""
         queue = self._queues[role]
-        full: set[Hashable] = set()
+        for waiter in queue if anew else ():
+            waiter.full = None
+        full: set[frozenset[Engine]] = set()
         for waiter in queue.in_turn():
             if waiter.full in full:
                 continue
@@ -196,7 +198,7 @@ class _Waiter:
     choose: Callable[[], Choice | None]
     result: asyncio.Future[EngineSlot | QueueFull | None]
     deadline: tuple[float, int]
-    full: Hashable | None = None
+    full: frozenset[Engine] | None = None
     charged: int = 0
 
 

@@ -10,7 +10,7 @@ policy knows better.
 Unavailable engines are skipped. If no decode engine is healthy, one of them is tried nevertheless.
 """
 
-from collections.abc import Collection, Hashable, Iterable
+from collections.abc import Collection, Iterable
 
 from vllm_kvtier.proxy.config import ProxyConfig
 from vllm_kvtier.proxy.engines.engine import Engine
@@ -42,7 +42,7 @@ class Router:
             return None
         free = [engine for engine in usable if not engine.full]
         if not free:
-            return Choice(None, full=waits_for(prompt.wants, self._fleet.prefill))
+            return Choice(None, full=waits_for(usable, self._fleet.prefill))
         expected = self.policy.expect(prompt)
         engine = min(free, key=lambda e: self._rank(e, expected(e).cost))
         engine.lacking.tried(prompt.wants)
@@ -56,7 +56,7 @@ class Router:
         usable = candidates(self._fleet.decode, prompt.wants, asked)
         free = [engine for engine in usable if not engine.full]
         if not free:  # a request that waits asks at the end of each other one: its prompt is not looked up
-            return Choice(None, full=waits_for(prompt.wants, self._fleet.decode)) if usable else None
+            return Choice(None, full=waits_for(usable, self._fleet.decode)) if usable else None
         engine = next(engine for engine in self.rank_decode(prompt, route, prefilled) if engine in free)
         engine.lacking.tried(prompt.wants)
         return Choice(engine, 0 if prefilled else self.policy.expect(prompt)(engine).uncached)
@@ -112,16 +112,15 @@ class Router:
 
 def candidates(engines: Iterable[Engine], wants: Wants, asked: Collection[Engine] = ()) -> list[Engine]:
     """Of a role's engines those that a request may be sent to. ``asked``: engines that had it already; then at least
-    one has answered, and what is unavailable, or is known to lack something, is left out."""
+    one has answered, and what is unavailable is left out."""
     found = [engine for engine in engines if engine.open and engine not in asked]
-    having = [engine for engine in found if wants not in engine.lacking]
     if asked:
-        return [engine for engine in having if engine.healthy]
-    found = having or found
+        found = [engine for engine in found if engine.healthy]
+    found = [engine for engine in found if wants not in engine.lacking] or found
     # Unavailable engines get requests only if all are unavailable, not if the others are full.
     return [engine for engine in found if engine.healthy] or found
 
 
-def waits_for(label: Hashable, engines: Iterable[Engine]) -> Hashable:
-    """``Choice.full`` of a request that waits for some of a role's engines, named by ``label``."""
-    return None if all(engine.full for engine in engines if engine.usable) else label
+def waits_for(usable: Iterable[Engine], engines: Iterable[Engine]) -> frozenset[Engine] | None:
+    """``Choice.full`` of a request that waits for ``usable``, which are full, of a role's ``engines``."""
+    return None if all(engine.full for engine in engines if engine.usable) else frozenset(usable)
