@@ -37,15 +37,19 @@ def weight_files(path: Path, kinds: Sequence[str] = KINDS) -> list[Path]:
 
 def other_files(path: Path, weights: Sequence[Path]) -> list[Path]:
     """What else a model's weights may depend on: the list of the files that vLLM loads of ``weights``, and all weights
-    and configuration in folders of its folder, where some models have encoders and adapters (Jina). Raises OSError."""
+    and their JSON in folders of its folder, where some models have encoders and adapters (Jina). Raises OSError."""
     if not path.is_dir():
         return []
     lists = []
     if any(file.suffix == ".safetensors" for file in weights):
         mistral = all(file.name.startswith("consolidated") for file in weights)
         lists = sorted(path.glob(f"{'consolidated' * mistral}*.safetensors.index.json"))
-    entries = [Path(entry) for folder in folders_within(path) for entry in os.scandir(folder)]
-    inner = [e for e in entries if e.suffix in _WITHIN and e not in weights and e.is_file() and os.access(e, os.R_OK)]
+    inner: list[Path] = []
+    for folder in folders_within(path):
+        files = [file for file in map(Path, os.scandir(folder)) if file.suffix in _WITHIN and file.is_file()]
+        # JSON alone (``1_Pooling``, ``onnx``) is there or not by how the model was downloaded.
+        if any(file.suffix != ".json" for file in files):
+            inner += [file for file in files if file not in weights and os.access(file, os.R_OK)]
     return lists + sorted(inner)
 
 

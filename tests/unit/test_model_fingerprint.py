@@ -259,6 +259,15 @@ def test_model_fingerprint_does_not_read_much_in_folders(folder, adapters, monke
     assert ns.model_fingerprint(model(folder)) != before
 
 
+def test_model_fingerprint_ignores_folders_without_weights(folder):
+    """vLLM downloads none of them, other tools all."""
+    before = ns.model_fingerprint(model(folder))
+    for name in ("1_Pooling/config.json", "onnx/config.json", "onnx/model.onnx", "figures/a.png"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("{}")
+    assert ns.model_fingerprint(model(folder)) == before
+
+
 def test_model_fingerprint_depends_on_list_of_loaded_files(folder):
     """It may name others of the same files."""
     names, found = {f"layer.{n}": "model.safetensors" for n in range(10_000)}, set()
