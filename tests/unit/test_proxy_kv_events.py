@@ -315,7 +315,7 @@ async def test_subscriber_replays_what_was_published_before_it():
         publisher.publish(removed(A, 3))
         async with following(publisher) as follower:
             await until(lambda: follower.counts["replayed"] == 2)
-            assert held(follower.index, A) == [3, 0, 0, 0, 0]
+            assert held(follower.index, A) == [3, 0, 0, 0, 0] and not follower.index.incomplete
             publisher.publish(stored(A, 3))
             await until(lambda: held(follower.index, A) == [5, 0, 0, 0, 0])
             assert follower.counts["lost"] == 0
@@ -373,7 +373,7 @@ async def test_subscriber_goes_on_after_events_lost_for_good(replay):
             publisher.publish(stored(C))
             await until(lambda: held(follower.index, C)[0] == 4)
             assert held(follower.index, A)[0] == 5 and follower.counts["lost"] == 3
-            assert follower.counts["restarts"] == 0
+            assert follower.counts["restarts"] == 0 and follower.index.incomplete
 
 
 async def test_subscriber_replay_buffer_too_short():
@@ -383,6 +383,7 @@ async def test_subscriber_replay_buffer_too_short():
         async with following(publisher) as follower:
             await until(lambda: held(follower.index, C)[0] == 4)
             assert held(follower.index, B)[0] == 5 and follower.counts["lost"] == 0
+            assert follower.index.incomplete, "a system prompt is older than any replay, and is not announced again"
 
 
 @pytest.mark.parametrize("events_after", [0, 1, 9])

@@ -69,7 +69,7 @@ async def test_bad_request_is_sent_to_few_engines_and_counts_as_no_failure(statu
         assert not {"refused", "prefill_failures"} & set(c.core.state()["counts"]) and not logged(caplog)
 
 
-@pytest.mark.parametrize("others, status", [("fail", 404), ("answer 500", 500), ("answer 503", 503)])
+@pytest.mark.parametrize("others, status", [("fail", 503), ("answer 500", 500), ("answer 503", 503)])
 async def test_client_gets_the_error_of_an_engine_that_may_have_its_model(others, status):
     """vLLM answers 503 when it is full; a client does not send again what gets 404."""
     async with Cluster(p=0, d=2) as c:
@@ -80,7 +80,7 @@ async def test_client_gets_the_error_of_an_engine_that_may_have_its_model(others
             c.d[1].status = status
         for path in ("/v1/chat/completions", "/v1/messages"):
             for _ in range(3):
-                assert (await c.client.post(path, json=turn("u1"))).status_code in (status, 503)
+                assert (await c.client.post(path, json=turn("u1"))).status_code == status
         assert len(c.d[0].seen) == len(c.d[0].passed) == 1, "it is known to lack it"
 
 
@@ -89,7 +89,7 @@ async def test_client_error_does_not_wait_for_an_unavailable_engine(status):
     async with Cluster(p=0, d=2, backoff_initial=60, backoff_max=60) as c:
         c.core.decode[1].mark_unavailable("It hangs.")
         c.d[0].status, c.d[1].hold = status, asyncio.Event()
-        assert (await c.chat("u1")).status_code == status and not c.d[1].seen
+        assert (await c.chat("u1")).status_code == (503 if status == 404 else status) and not c.d[1].seen
 
 
 async def test_decode_engine_that_refused_beside_the_prefill_is_not_asked_again():
@@ -396,7 +396,7 @@ async def test_request_that_was_answered_is_not_sent_to_an_engine_that_may_hang(
     async with Cluster(p=0, d=2, backoff_initial=60, backoff_max=60) as c:
         c.d[0].status, c.d[1].hold = status, asyncio.Event()
         c.core.decode[1].mark_unavailable("It hangs.")
-        assert (await c.client.post(path, json=turn("u"))).status_code == status
+        assert (await c.client.post(path, json=turn("u"))).status_code == (503 if status == 404 else status)
         assert not c.d[1].seen and not c.d[1].passed
 
 
@@ -456,3 +456,44 @@ def test_form_with_many_lines_is_read_in_no_time():
     assert find_form_field(body + b"content-type: text/plain\r\n\r\nwhisper\r\n", "model") == "whisper"
     assert find_form_field(body + b"a\r\n" * 10_000_000 + b"\r\nlate\r\n", "model") == ""
     assert find_form_field(b"RIFF" * 100, "model") == ""
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+async def test_request_that_waits_for_an_engine_that_fails_may_be_sent_again(path):
+    """404 of the other engine would be final."""
+    async with Cluster(p=0, d=2, engine_requests=1, backoff_initial=60, backoff_max=60) as c:
+        lacking, other = c.core.decode
+        other.weighted_picks = 1e9
+        slot = EngineSlot(other)
+        c.d[0].status = 404
+        asked = asyncio.create_task(c.client.post(path, json=turn("u")))
+        await c.until(lambda: c.core.admission.waiting("decode") == 1)
+        other.mark_unavailable("It died.")
+        reply = await asked
+        assert reply.status_code == 503 and reply.headers["retry-after"]
+        slot.release()
+
+
+@pytest.mark.parametrize("status", [404, 429, 503])
+async def test_request_waits_once_for_all_engines_that_may_have_its_model(status):
+    """Not ``queue_timeout`` for each."""
+    async with Cluster(p=0, d=3, engine_requests=1, queue_timeout=1.0) as c:
+        c.d[0].status = c.d[1].status = status
+        for engine, picks in zip(c.core.decode, (0, 1e8, 1e9), strict=True):
+            engine.weighted_picks = picks
+        slots = [EngineSlot(engine) for engine in c.core.decode[1:]]
+        began = asyncio.get_running_loop().time()
+        asked = asyncio.create_task(c.chat("u"))
+        await c.until(lambda: c.core.admission.waiting("decode") == 1)
+        deadlines = []
+        for slot in slots:
+            (waiter,) = c.core.admission._queues["decode"]
+            deadlines.append(waiter.deadline[0])
+            if slot is slots[0]:
+                slot.release()
+                await c.d[1].until_seen(1)
+                await c.until(lambda: c.core.admission.waiting("decode") == 1)
+        assert deadlines[1] - deadlines[0] < 0.1 and deadlines[0] - began < 1.5
+        assert c.core.decode[2].outstanding == 1, "its limit"
+        slots[1].release()
+        assert (await asked).status_code == 200

@@ -95,8 +95,9 @@ class BlockIndex:
         self.incomplete = True
 
     def lost_events(self) -> None:
-        """Some blocks may be gone. They are kept: an engine that gets a request for one of them has it again."""
-        self._has_ghosts = bool(self._blocks)
+        """Some blocks may be gone. They are kept: an engine that gets a request for one of them has it again. Others may
+        be there."""
+        self._has_ghosts, self.incomplete = bool(self._blocks), True
 
     def prefix(self, prompt: PromptTokens) -> list[int]:
         """The tokens of the prompt that the engine would take from each tier: from the GPU as many as there are in one

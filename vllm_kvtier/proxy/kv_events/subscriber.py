@@ -114,6 +114,8 @@ class EventSubscriber:
 
     def _apply(self, number: int, batch: messages.Batch | None, outcome: str = "applied") -> None:
         self.live = True
+        if self._next is None and number:  # what the engine had before is not announced again while it is there
+            self.index.lost_events()
         self._next = number + 1
         if batch is None:
             self.counts["malformed"] += 1

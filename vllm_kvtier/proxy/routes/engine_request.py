@@ -1,14 +1,14 @@
 """What a generating and a forwarded request share: they take slots at engines, and are refused with 429 without one."""
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 
 from vllm_kvtier.logs import get_logger
 from vllm_kvtier.proxy.core import ProxyCore
 from vllm_kvtier.proxy.engines.engine import AnswersFull, AnswerTooLarge, Engine, EngineSlot
-from vllm_kvtier.proxy.engines.refusals import LACKS, LACKS_AT_ONCE, Wants
+from vllm_kvtier.proxy.engines.refusals import FULL, LACKS, LACKS_AT_ONCE, Wants
 from vllm_kvtier.proxy.messages.incoming_request import Incoming
-from vllm_kvtier.proxy.routes.client_answer import Answer, memory_full, refusal
+from vllm_kvtier.proxy.routes.client_answer import Answer, memory_full, refusal, unavailable
 from vllm_kvtier.proxy.routing.admission import Choice, QueueFull
 
 logger = get_logger(__name__)
@@ -67,8 +67,9 @@ class EngineRequest:
         self._tenant = tenant
         self._trace = trace
         self._refusals = Refusals()
-        self._asked: set[Engine] = set()  # engines that had the request
+        self._asked: dict[Engine, bool] = {}  # as ``router.Asked``
         self._attempts = 0  # of these, those that did not just lack something
+        self._readmit_by: float | None = None  # deadline of all its further slots, once it needs one
 
     async def _acquire(self, role: str, choose: Callable[[], Choice | None], deadline: float) -> EngineSlot | None:
         """A slot as of ``Admission.acquire``, until ``deadline`` (monotonic seconds). Raises QueueFull."""
@@ -83,27 +84,29 @@ class EngineRequest:
     async def _next_engine(
         self,
         slot: EngineSlot,
-        readmit: Callable[[], Awaitable[EngineSlot | None]],
+        readmit: Callable[[float], Awaitable[EngineSlot | None]],
         ranked: Callable[[Engine], list[Engine]],
         error: Answer | None,
-        lacks: bool,
+        last: Answer | None,
     ) -> Engine | None:
         """The engine to send the request to, where ``slot`` is then; None if none is left. Raises QueueFull.
 
-        ``readmit``: acquires a slot at an engine that was not asked. ``ranked``: all engines, best first, the given one
-        before others. ``error``: what was answered so far. ``lacks``: the last engine lacks what the request wants.
-        That says nothing of the others: any number of them is asked, and the request waits for them as all do. Other
-        failures are few: it goes at once, even to a full engine."""
-        if lacks:
+        ``readmit``: acquires a slot at an engine that was not asked, until a deadline. ``ranked``: all engines, best
+        first, the given one before others. ``error``: for the client, as it is now. ``last``: what the last engine
+        answered. If that lacks something or is full, the request waits for another one as all do. Other failures are
+        few: it goes at once, even to a full engine."""
+        if self._attempts >= self._config.max_decode_attempts:
+            return None
+        if last is not None and last.status in (*LACKS, *FULL):
+            if self._readmit_by is None:
+                self._readmit_by = time.monotonic() + self._config.queue_timeout
             slot.release()
-            other = await readmit()
+            other = await readmit(self._readmit_by)
             if other is not None:
                 slot.take(other)
             return None if other is None else slot.engine
-        if self._attempts >= self._config.max_decode_attempts:
-            return None
         engines, wants = ranked(slot.engine), self._refusals.wants
-        having = [engine for engine in engines if wants not in engine.lacking] or engines
+        having = [engine for engine in engines if not (wants in engine.lacking or self._asked.get(engine))] or engines
         for engine in engines:
             if engine in self._asked or not (engine.healthy or error is None):
                 continue
@@ -111,6 +114,22 @@ class EngineRequest:
                 slot.move(engine, slot.tokens)
                 return engine
         return None
+
+    def _refused(self, engine: Engine, status: int) -> None:
+        """It refused what another may serve."""
+        self._refusals.add(engine, status)
+        if status in LACKS:
+            self._asked[engine] = True
+            self._attempts -= 1
+
+    def _no_engine(self, error: Answer | None, engines: Iterable[Engine]) -> Answer:
+        """The answer if none of a role's ``engines`` is left. ``error``: as of ``_next_engine``."""
+        if error is not None and error.status in LACKS:
+            # One that could not be asked, or failed, may have what the others lack.
+            asked, wants = self._asked, self._refusals.wants
+            lacking = (asked.get(engine) or wants in engine.lacking for engine in engines if engine.open)
+            error = error if all(lacking) else None
+        return error or unavailable("No engine could answer; the request can be sent again.")
 
     def _answer_too_large(self, failure: AnswerTooLarge, repeatable: bool = True) -> Answer:
         """An engine's answer was not read to its end. ``repeatable``: the client may send the request again."""

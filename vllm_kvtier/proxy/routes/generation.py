@@ -234,30 +234,29 @@ class Generation(EngineRequest):
     async def _decode(self, slot: EngineSlot, last_error: Answer | None = None) -> Answer:
         """``last_error``: the answer of the slot's engine, if that was asked already."""
 
-        async def readmit() -> EngineSlot | None:
-            deadline = time.monotonic() + self._config.queue_timeout
+        async def readmit(deadline: float) -> EngineSlot | None:
             return await self._decode_slot(deadline, prefilled=self._prefill_params is not None)
 
-        lacks = last_error is not None and last_error.status in LACKS
-        while engine := await self._next_engine(slot, readmit, self._decode_order, last_error, lacks):
+        last = last_error
+        while engine := await self._next_engine(slot, readmit, self._decode_order, last_error, last):
             if self._asked:
                 self._core.count("decode_retries")
                 self._core.metrics.retried("decode")
-            served, answer = await self._decode_at(engine, slot, self._decode_params(engine))
-            if served and answer is not None:
-                return answer
-            lacks = answer is not None and answer.status in LACKS
-            if answer is not None:
-                last_error = for_client(last_error, answer)
-        if last_error is None or last_error.status not in LACKS:
+            served, last = await self._decode_at(engine, slot, self._decode_params(engine))
+            if served and last is not None:
+                return last
+            if last is not None:
+                last_error = for_client(last_error, last)
+        answer = self._no_engine(last_error, self._core.decode)
+        if answer.status not in LACKS:
             self._core.count("refused")
-        return last_error or unavailable("No decode engine could answer; the request can be sent again.")
+        return answer
 
     async def _decode_at(
         self, engine: Engine, slot: EngineSlot, params: msgspec.Raw | dict[str, Any]
     ) -> tuple[bool, Answer | None]:
         """(Whether the answer is for the client, or another engine is to be tried; the answer, if there is one.)"""
-        self._asked.add(engine)
+        self._asked[engine] = False
         self._attempts += 1
         self._decode_source = None
         timeout = self._config.first_byte_timeout if self._request.stream else self._config.answer_timeout
@@ -283,14 +282,13 @@ class Generation(EngineRequest):
         except AnswerTooLarge as failure:
             return True, self._answer_too_large(failure)
         except StreamRefused as failure:
-            self._refusals.add(engine, failure.answer.status)
+            self._refused(engine, failure.answer.status)
             return False, failure.answer
         except EngineFailure as failure:
             engine.mark_unavailable(str(failure), may_have_restarted=not failure.lives)
             return False, None
         if may_be_served_elsewhere(reply.status):
-            self._refusals.add(engine, reply.status)
-            self._attempts -= reply.status in LACKS
+            self._refused(engine, reply.status)
             return False, forwarded(reply, document)
         if reply.status != 200:
             return True, forwarded(reply, document)

@@ -21,7 +21,7 @@ import msgspec
 from vllm_kvtier.logs import get_logger
 from vllm_kvtier.proxy.core import ProxyCore
 from vllm_kvtier.proxy.engines.engine import AnswerTooLarge, Engine, EngineFailure, EngineSlot, Reply
-from vllm_kvtier.proxy.engines.refusals import LACKS, MAX_NAME, may_be_served_elsewhere
+from vllm_kvtier.proxy.engines.refusals import MAX_NAME, may_be_served_elsewhere
 from vllm_kvtier.proxy.messages import response_rewriter
 from vllm_kvtier.proxy.messages.incoming_request import Incoming
 from vllm_kvtier.proxy.messages.request_bodies import (
@@ -120,7 +120,8 @@ class Passthrough(EngineRequest):
         sent = self._prepared(body) if self._incoming.method != "GET" else None
         slot = answer = None
         try:
-            slot = await self._slot(len(body) // CHARS_PER_TOKEN)
+            deadline = time.monotonic() + self._config.queue_timeout
+            slot = await self._slot(len(body) // CHARS_PER_TOKEN, deadline)
             answer = await self._ask(slot, sent) if slot is not None else unavailable("No engine is available.")
             return answer
         except QueueFull as error:
@@ -166,7 +167,7 @@ class Passthrough(EngineRequest):
 
     # -- which engine ----------------------------------------------------------------------------------------------
 
-    async def _slot(self, tokens: int) -> EngineSlot | None:
+    async def _slot(self, tokens: int, deadline: float) -> EngineSlot | None:
         """A slot at an engine that was not asked; None if there is none. Raises QueueFull."""
         if self._rule.role == "any":
             if not (engines := self._usable()):
@@ -186,7 +187,7 @@ class Passthrough(EngineRequest):
             free.lacking.tried(self._refusals.wants)
             return Choice(free, tokens if self._rule.salted else 0)
 
-        return await self._acquire(role, choose, time.monotonic() + self._config.queue_timeout)
+        return await self._acquire(role, choose, deadline)
 
     def _usable(self) -> list[Engine]:
         """The engines to which it may be sent, best first."""
@@ -227,17 +228,18 @@ class Passthrough(EngineRequest):
     # -- the request -----------------------------------------------------------------------------------------------
 
     async def _ask(self, slot: EngineSlot, body: bytes | None) -> Answer:
-        last_error: Answer | None = None
-        lacks, tokens = False, slot.tokens
+        error: Answer | None = None
+        last: Answer | None = None
+        readmit = partial(self._slot, slot.tokens)
         # An error is an outcome, other than a broken connection; clients would send it again as well.
         repeatable = self._idempotent or (self._incoming.path == "/v1/responses" and self._response is None)
-        while engine := await self._next_engine(slot, partial(self._slot, tokens), self._ranked, last_error, lacks):
+        while engine := await self._next_engine(slot, readmit, self._ranked, error, last):
             if self._asked:
                 self._core.metrics.retried(engine.role)
-            self._asked.add(engine)
+            self._asked[engine] = False
             self._attempts += 1
             try:
-                answer = await self._ask_one(engine, slot, body)
+                answer = last = await self._ask_one(engine, slot, body)
             except AnswerTooLarge as failure:
                 return self._answer_too_large(failure, self._idempotent or failure.unreached)
             except EngineFailure as failure:
@@ -245,22 +247,19 @@ class Passthrough(EngineRequest):
                 if not (self._idempotent or failure.unreached):
                     message = "The engine failed; it is not known whether it executed the request."
                     return refusal(502, message, "upstream_error")
-                lacks = False
+                last = None
                 continue
             self._trace |= {"engine": engine.url, "attempts": len(self._asked)}
             if answer.status < 400:
                 self._refusals.served_by(engine)
-            elif repeatable and may_be_served_elsewhere(answer.status):
-                lacks = answer.status in LACKS
-                self._attempts -= lacks
-                if answer.status < 500 or self._rule.role != "any":
-                    self._refusals.add(engine, answer.status)
-                last_error = for_client(last_error, answer)
-                continue
-            elif answer.status >= 500 and self._rule.role != "any":
-                self._refusals.add(engine, answer.status)
-            return answer
-        return last_error or unavailable("No engine could answer; the request can be sent again.")
+                return answer
+            elsewhere = repeatable and may_be_served_elsewhere(answer.status)
+            if self._rule.role != "any" if answer.status >= 500 else elsewhere:
+                self._refused(engine, answer.status)
+            if not elsewhere:
+                return answer
+            error = for_client(error, answer)
+        return self._no_engine(error, self._ranked(None))
 
     async def _ask_one(self, engine: Engine, slot: EngineSlot, body: bytes | None) -> Answer:
         """Raises EngineFailure."""

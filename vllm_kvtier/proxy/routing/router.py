@@ -10,7 +10,8 @@ policy knows better.
 Unavailable engines are skipped. If no decode engine is healthy, one of them is tried nevertheless.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
+from types import MappingProxyType
 
 from vllm_kvtier.proxy.config import ProxyConfig
 from vllm_kvtier.proxy.engines.engine import Engine
@@ -23,6 +24,10 @@ from vllm_kvtier.proxy.routing.policies.base import RoutingPolicy
 from vllm_kvtier.proxy.routing.prompt import Prompt
 
 _PULL_SHARE = 1 / 16
+
+#: Engines that had a request already, and whether they answered that they lack what it wants.
+Asked = Mapping[Engine, bool]
+NOT_ASKED: Asked = MappingProxyType({})
 
 
 class Router:
@@ -49,10 +54,9 @@ class Router:
         return Choice(engine, expected(engine).uncached)
 
     def choose_decode(
-        self, prompt: Prompt, route: ConversationRoute | None, prefilled: bool, asked: Collection[Engine] = ()
+        self, prompt: Prompt, route: ConversationRoute | None, prefilled: bool, asked: Asked = NOT_ASKED
     ) -> Choice | None:
-        """The decode engine; None if none is open. ``prefilled``: a prefill engine computes the prompt. ``asked``:
-        engines that the request had already."""
+        """The decode engine; None if none is open. ``prefilled``: a prefill engine computes the prompt."""
         usable = candidates(self._fleet.decode, prompt.wants, asked)
         free = [engine for engine in usable if not engine.full]
         if not free:  # a request that waits asks at the end of each other one: its prompt is not looked up
@@ -110,15 +114,14 @@ class Router:
         return engine if engine is not None and engine.instance == holder.instance else None
 
 
-def candidates(engines: Iterable[Engine], wants: Wants, asked: Collection[Engine] = ()) -> list[Engine]:
-    """Of a role's engines those that a request may be sent to. ``asked``: engines that had it already; then at least
-    one has answered, and what is unavailable is left out."""
-    found = [engine for engine in engines if engine.open and engine not in asked]
-    if asked:
-        found = [engine for engine in found if engine.healthy]
-    found = [engine for engine in found if wants not in engine.lacking] or found
+def candidates(engines: Iterable[Engine], wants: Wants, asked: Asked = NOT_ASKED) -> list[Engine]:
+    """Of a role's engines those that a request may be sent to. Without unavailable ones if an engine has answered
+    (``asked``), and of those that are known to lack something only if all are."""
+    open_engines = [engine for engine in engines if engine.open]
+    having = [engine for engine in open_engines if not (wants in engine.lacking or asked.get(engine, False))]
+    found = [engine for engine in having or open_engines if engine not in asked]
     # Unavailable engines get requests only if all are unavailable, not if the others are full.
-    return [engine for engine in found if engine.healthy] or found
+    return [engine for engine in found if engine.healthy] or ([] if asked else found)
 
 
 def waits_for(usable: Iterable[Engine], engines: Iterable[Engine]) -> frozenset[Engine] | None:
