@@ -18,7 +18,7 @@ from cache_shapes import (
 )
 
 from vllm_kvtier import codecs
-from vllm_kvtier.vllm_compat.layout import cpu_page_layout
+from vllm_kvtier.vllm_compat.layout import cpu_page_layout, kv_fields
 from vllm_kvtier.vllm_compat.layout.kv_layout import cache_view
 from vllm_kvtier.wire.geometry import Field
 from vllm_kvtier.worker.nixl_pull.host_mirror import mirror
@@ -44,7 +44,9 @@ def of_old(cache, spec, backend="FLASH_ATTN", **more):
 
 @new_layouts
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("backend", ["FLASH_ATTN", "FLASHINFER", "FLEX_ATTENTION", "TRITON_ATTN"])
+@pytest.mark.parametrize(
+    "backend", ["FLASH_ATTN", "FLASHINFER", "FLEX_ATTENTION", "TRITON_ATTN", "TRITON_FLASH_ATTN", "TRITON_FLASHINFER"]
+)
 def test_kv_fields_of_new_layouts_are_k_then_v(backend, order):
     config = new_config(3, order, group("ab", full()))
     assert fields_of(allocate(config, order), config, config_of(backend, "ab")) == [KV, KV]
@@ -183,3 +185,22 @@ def test_kv_fields_of_unknown_cpu_page_layout_are_empty_and_kept_raw(monkeypatch
     view = cache_view({"a": cache}, old_or_new(full()), config_of("CPU_ATTN", "a", isa="vec16"), "cpu")
     assert view.groups[0].regions[0].fields == () and not view.cpu_page_layouts
     assert codecs.choose("int8", view.groups[0]).name == "raw"
+
+
+# Backends whose caches are copied byte for byte: sparse, quantized, compressed, of ROCm and XPU, or not looked at yet.
+OPAQUE = set("""
+    AMX_MLA B12X CUSTOM CUTLASS_MSA FLASHINFER_MLA_SPARSE FLASHINFER_MLA_SPARSE_DSV4 FLASHINFER_MLA_SPARSE_DSV41
+    FLASHINFER_MLA_SPARSE_SM120 FLASHINFER_MLA_SPARSE_SM90 FLASHMLA_MEGA_ATTN_DSV41 FLASHMLA_SPARSE FLASHMLA_SPARSE_DSV4
+    FLASHMLA_SPARSE_DSV41 FLASH_ATTN_MLA_SPARSE HPC_ATTN MINIMAX_M3_SPARSE NO_ATTENTION ROCM_AITER_FA ROCM_AITER_MLA
+    ROCM_AITER_MLA_SPARSE ROCM_AITER_TRITON_MLA ROCM_AITER_UNIFIED_ATTN ROCM_ATTN ROCM_FLASHMLA_SPARSE_DSV4
+    ROCM_OCTAVE ROCM_SEGMENTED_ATTN TORCH_SDPA TRITON_MSA TURBOQUANT ULTRAQUANT XPU_MLA_SPARSE
+""".split())
+
+
+@new_layouts
+def test_every_backend_of_vllm_is_listed():
+    """With a new one, engines of unequal shape are refused until it is: the pairs of 0.30 went unnoticed."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    known = kv_fields.ATTENTION | kv_fields.MLA
+    assert set(AttentionBackendEnum.__members__) - known <= OPAQUE and not OPAQUE & known

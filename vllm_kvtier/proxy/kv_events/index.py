@@ -95,8 +95,8 @@ class BlockIndex:
         self.incomplete = True
 
     def lost_events(self) -> None:
-        """Some blocks may be gone. They are kept: an engine that gets a request for one of them has it again. Others may
-        be there."""
+        """Some blocks may be gone; they are kept, as an engine that gets a request for one of them has it again. Others
+        may be there."""
         self._has_ghosts, self.incomplete = bool(self._blocks), True
 
     def prefix(self, prompt: PromptTokens) -> list[int]:

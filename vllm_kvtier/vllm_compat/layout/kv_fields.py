@@ -17,9 +17,11 @@ from vllm_kvtier.vllm_compat.probe.features import granted, value
 from vllm_kvtier.vllm_compat.probe.row import Feature
 from vllm_kvtier.wire.geometry import Field
 
-ATTENTION = frozenset(
-    {"CPU_ATTN", "FLASH_ATTN", "FLASH_ATTN_DIFFKV", "FLASHINFER", "FLEX_ATTENTION", "TRITON_ATTN", "TRITON_ATTN_DIFFKV"}
-)
+# The last two are pairs of these, which share a cache: vLLM's choice for models that see pictures both ways (Gemma 3).
+ATTENTION = frozenset("""
+    CPU_ATTN FLASH_ATTN FLASH_ATTN_DIFFKV FLASHINFER FLEX_ATTENTION TRITON_ATTN TRITON_ATTN_DIFFKV
+    TRITON_FLASH_ATTN TRITON_FLASHINFER
+""".split())  # fmt: skip
 MLA = frozenset(
     {"CPU_MLA", "CUTLASS_MLA", "FLASH_ATTN_MLA", "FLASHINFER_MLA", "FLASHMLA", "TOKENSPEED_MLA", "TRITON_MLA"}
 )
