@@ -58,13 +58,13 @@ def file_digests(files: Sequence[Path]) -> list[str]:
     read or changes meanwhile."""
     remembered = _load(_memory())
     before = [os.stat(file) for file in files]
-    keys = [state_key(state) for state in before]
+    keys = [_key(state) for state in before]
     missing = [i for i, key in enumerate(keys) if key not in remembered]
     if not missing:
         return [remembered[key] for key in keys]
     made = dict(zip(missing, _digests([files[i] for i in missing]), strict=True))
     for i in missing:
-        if state_key(os.stat(files[i])) != keys[i]:
+        if _key(os.stat(files[i])) != keys[i]:
             raise Changed(f"{files[i]} was written to while it was read")
     old = time.time_ns() - SETTLED_NS
     times = {i: (before[i].st_mtime_ns, before[i].st_ctime_ns) for i in made}
@@ -74,18 +74,9 @@ def file_digests(files: Sequence[Path]) -> list[str]:
     return [made[i] if i in made else remembered[key] for i, key in enumerate(keys)]
 
 
-def state_key(state: os.stat_result) -> str:
+def _key(state: os.stat_result) -> str:
     """Contains the change time, which no tool can set, unlike the modification time."""
     return f"{state.st_dev}:{state.st_ino}:{state.st_size}:{state.st_mtime_ns}:{state.st_ctime_ns}"
-
-
-def count_reads(file: Path, size: int) -> int:
-    """About as many reads take as long as the digest of that file, of ``size`` bytes. Raises OSError."""
-    listed = False
-    if size > STRIDE_BYTES:
-        with file.open("rb") as stream:
-            listed = file.suffix == ".safetensors" or stream.read(4) in (b"GGUF", b"PK\3\4")
-    return 20 + size // (STRIDE_BYTES if listed else BLIND_STRIDE_BYTES)
 
 
 def _digests(files: list[Path]) -> list[str]:

@@ -2,7 +2,6 @@
 thread."""
 
 import hashlib
-import itertools
 import json
 import os
 import stat
@@ -11,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_kvtier.file_digests import count_reads, file_digests, state_key
+from vllm_kvtier.file_digests import file_digests
 
 # Fields of config.json that change no value in the cache and differ between copies of the same model.
 IGNORED = {"_name_or_path", "transformers_version", "architectures", "torch_dtype", "dtype", "use_cache"}
@@ -24,9 +23,10 @@ MAX_CLOCK_SKEW_NS = 10_000_000_000
 
 KINDS = ("*.safetensors", "*.bin", "*.pt", "*.gguf", "*/*.safetensors")  # the last: Diffusers' folders (Cosmos 3)
 
-_WITHIN = (".json", ".safetensors", ".bin", ".pt", ".pth", ".gguf")  # of files in folders of a model's folder
-DEPTH = 2  # adapters/TASK
-MAX_READS = 60_000  # of files there, a second or so: 250 GB of safetensors, 2 GB in formats without a list of tensors
+# Folders in it that have weights of the model, too: the adapter that Jina's embedding models merge into theirs, and the
+# encoders of Kimi-Audio and MiMo-Audio. Other folders are there or not by how a model was downloaded.
+_PARTS = ("whisper-large-v3", "audio_tokenizer")
+_OF_PARTS = (".json", ".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
 
 def weight_files(path: Path, kinds: Sequence[str] = KINDS) -> list[Path]:
@@ -35,44 +35,25 @@ def weight_files(path: Path, kinds: Sequence[str] = KINDS) -> list[Path]:
     return [path] if path.is_file() else next((files for kind in kinds if (files := sorted(path.glob(kind)))), [])
 
 
-def other_files(path: Path, weights: Sequence[Path]) -> list[Path]:
-    """What else a model's weights may depend on: the list of the files that vLLM loads of ``weights``, and all weights
-    and their JSON in folders of its folder, where some models have encoders and adapters (Jina). Raises OSError."""
+def other_files(path: Path, weights: Sequence[Path], task: str = "") -> list[Path]:
+    """What else a model's weights may depend on: the list of the files that vLLM loads of ``weights``, and what is in
+    folders with parts of it. ``task``: the adapter, if one of several is merged. Raises OSError."""
     if not path.is_dir():
         return []
     lists = []
     if any(file.suffix == ".safetensors" for file in weights):
         mistral = all(file.name.startswith("consolidated") for file in weights)
         lists = sorted(path.glob(f"{'consolidated' * mistral}*.safetensors.index.json"))
-    inner: list[Path] = []
-    for folder in folders_within(path):
-        files = [file for file in map(Path, os.scandir(folder)) if file.suffix in _WITHIN and file.is_file()]
-        # JSON alone (``1_Pooling``, ``onnx``) is there or not by how the model was downloaded.
-        if any(file.suffix != ".json" for file in files):
-            inner += [file for file in files if file not in weights and os.access(file, os.R_OK)]
-    return lists + sorted(inner)
+    within = [file for folder in _part_folders(path, task) for file in sorted(folder.iterdir())]
+    parts = [file for file in within if file.suffix in _OF_PARTS and file not in weights and os.path.isfile(file)]
+    return lists + [file for file in parts if os.access(file, os.R_OK)]
 
 
-def folders_within(folder: Path, depth: int = DEPTH) -> list[Path]:
-    """Folders in which vLLM may read files of a model. Not hidden ones, where the hub library keeps notes, nor
-    ``original``, which vLLM does not download. Raises OSError."""
-    found = []
-    for entry in os.scandir(folder) if depth and folder.is_dir() else ():
-        read = entry.name[0] != "." and entry.name != "original" and entry.is_dir()
-        if read and os.access(entry, os.R_OK | os.X_OK):
-            found += [Path(entry), *folders_within(Path(entry), depth - 1)]
-    return found
-
-
-def bounded_digests(files: Sequence[Path]) -> list[str]:
-    """As ``file_digests`` of the smallest files, ``MAX_READS`` in all; of the others the inode and the times, which no
-    other copy has. Raises OSError."""
-    states = {file: os.stat(file) for file in files}
-    order = sorted(files, key=lambda file: (states[file].st_size, file))
-    reads = itertools.accumulate(count_reads(file, states[file].st_size) for file in order)
-    read = [file for file, total in zip(order, reads, strict=False) if total <= MAX_READS]
-    found = dict(zip(read, file_digests(read), strict=True))
-    return [found.get(file) or state_key(states[file]) for file in files]
+def _part_folders(path: Path, task: str = "") -> list[Path]:
+    one = path / "adapters" / task
+    adapters = [one] if task and os.path.isdir(one) else path.glob("adapters/*")
+    folders = sorted([*adapters, *(path / name for name in _PARTS)])
+    return [folder for folder in folders if os.path.isdir(folder) and os.access(folder, os.R_OK | os.X_OK)]
 
 
 def model_folder(model: str, revision: str | None = None, download_dir: str | None = None) -> Path | None:
@@ -86,7 +67,12 @@ def model_folder(model: str, revision: str | None = None, download_dir: str | No
     try:
         from huggingface_hub import snapshot_download
 
-        return Path(snapshot_download(model, revision=revision, cache_dir=download_dir, local_files_only=True))
+        # Without a pattern, releases from 1.22 on raise for a snapshot that lacks any file of the repository. vLLM
+        # leaves out those that it does not need.
+        found = snapshot_download(
+            model, revision=revision, cache_dir=download_dir, local_files_only=True, ignore_patterns="*"
+        )
+        return Path(found)
     except Exception:  # the hub library has many ways to say "not in the cache"
         return None
 
@@ -111,7 +97,8 @@ def changed_since(moment: int, model: str, revision: str | None, files: Sequence
         snapshots = next((each for each in files[0].parents if each.name == "snapshots"), files[0].parents[1])
         name = snapshots.parent / "refs" / (revision or "main")
         return name.exists() and changed(os.stat(name))
-    looked = [*files, path, *folders_within(path), *path.glob("*.json"), *path.glob("*.py")]
+    parts = [each for folder in _part_folders(path) for each in (folder, folder.parent)]
+    looked = [*files, path, *parts, *path.glob("*.json"), *path.glob("*.py")]
     return any(changed(os.stat(each)) or _moved(changed, each.absolute()) for each in looked)
 
 

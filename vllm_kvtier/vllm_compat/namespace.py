@@ -17,7 +17,6 @@ from vllm_kvtier.file_digests import file_digests
 from vllm_kvtier.fingerprint import (
     IGNORED,
     KINDS,
-    bounded_digests,
     changed_since,
     configuration,
     model_folder,
@@ -239,13 +238,13 @@ def _configuration(vllm_config: Any, folder: Path | None) -> dict[str, Any]:
 
 
 def _code_elsewhere(vllm_config: Any, texts: list[str]) -> list[tuple[str, str | None, list[Path]]]:
-    """(repository or folder, revision, its files) of code that vLLM runs for this model and that is not in its folder,
-    as these files of JSON say. No files: they are not on this machine."""
+    """(repository or folder, revision, its files) of code that vLLM may run for this model and that is not in its
+    folder, as these files of JSON say. What is not on this machine was not run: vLLM has classes for many models."""
     model = vllm_config.model_config
     revision = dict(changed(model)).get("code_revision")
     names = {name for text in texts for name in _CODE.findall(text)} if model.trust_remote_code else set()
     folders = [(name, model_folder(name, revision)) for name in sorted(names - {model.model})]
-    return [(name, revision, sorted(where.glob("*.py")) if where else []) for name, where in folders]
+    return [(name, revision, found) for name, where in folders if where and (found := sorted(where.glob("*.py")))]
 
 
 def model_fingerprint(vllm_config: Any) -> str:
@@ -279,20 +278,19 @@ def model_fingerprint(vllm_config: Any) -> str:
             words = f"of load format {load.load_format}"
         elif not all(of_parts):
             words = "not in local files"
-        elif absent := [name for name, _, files in code if not files]:
-            words = f"with code of {absent[0]}, which is not in local files"
         else:
             own = [file for part in of_parts for file in part]
             folders = [part[2] for part in parts]
-            others = [other_files(where, files) for where, files in zip(folders, of_parts, strict=True)]
+            task = str(getattr(model.hf_config, "jina_task", ""))
+            others = [other_files(where, files, task) for where, files in zip(folders, of_parts, strict=True)]
             if load.download_dir and (hub := model_folder(model.model, model.revision)) not in (None, folder):
-                others[0] += other_files(hub, ())  # vLLM has only the weights in that directory
+                others[0] += other_files(hub, (), task)  # vLLM has only the weights in that directory
                 folders.append(hub)
             more = [file for part in others for file in part]
             configs = "config.json", *_MEDIA_FILES
             more += [file for where in folders[1 : len(parts)] for kind in configs for file in sorted(where.glob(kind))]
             files = own + more
-            for file, found in zip(files, file_digests(own) + bounded_digests(more), strict=True):
+            for file, found in zip(files, file_digests(files), strict=True):
                 where = next((each for each in folders if each in file.parents), file.parent)
                 weights.update(f"{file.relative_to(where)}|{found}|".encode())
             words = f"{weights.hexdigest()}, {len(files)} file{'s' * (len(files) != 1)}"
