@@ -115,15 +115,37 @@ def test_store_starts_in_a_cpuset_whose_cores_have_other_numbers(path, tmp_path,
     assert os.sched_getaffinity(pid_of(path)) == os.sched_getaffinity(0)
 
 
-def test_store_starts_beside_modules_named_like_the_standard_librarys(path, tmp_path, monkeypatch):
-    """In site-packages, as PyPI's dataclasses: Python imports its own, and so must the store's process."""
-    shutil.copytree(Path(vllm_kvtier.__file__).parent, tmp_path / "site" / "vllm_kvtier")
-    (tmp_path / "site" / "dataclasses.py").write_text("raise ImportError('not that of the standard library')")
-    monkeypatch.setattr(vllm_kvtier, "__file__", str(tmp_path / "site" / "vllm_kvtier" / "__init__.py"))
-    places = [place for place in sys.path if not Path(place, "vllm_kvtier").is_dir()]
-    monkeypatch.setattr(sys, "path", [*places, str(tmp_path / "site")])
-    start_store(path, SMALL)
-    assert serves(path)
+STARTS = """
+import os, sys
+from vllm_kvtier.store.launcher import package_environment, start_store
+from vllm_kvtier.store.options import StoreOptions
+start_store(sys.argv[1], StoreOptions(size="1MiB", idle_seconds=30))
+print(package_environment()["PYTHONPATH"])
+"""
+
+
+def test_store_starts_beside_modules_named_like_the_standard_librarys(path, tmp_path):
+    """In site-packages, as PyPI's dataclasses: Python imports its own, and so must the store's process. What that
+    starts may be of another Python, whose standard library is another."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
+    python = tmp_path / "venv" / "bin" / "python"
+    places = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    there = Path(subprocess.check_output([python, "-c", places], text=True).strip())
+    shutil.copytree(Path(vllm_kvtier.__file__).parent, there / "vllm_kvtier")
+    (there / "dataclasses.py").write_text("raise ImportError('not that of the standard library')")
+    (there / "others.pth").write_text("\n".join(place for place in sys.path if "site-packages" in place))
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    printed = subprocess.check_output([python, "-c", STARTS, path], text=True, env=environment, cwd=tmp_path)
+    assert serves(path) and printed == "\n", "nothing is in its PYTHONPATH"
+
+
+def test_store_that_cannot_be_imported_says_so_in_its_log(path, tmp_path, monkeypatch):
+    (tmp_path / "vllm_kvtier").mkdir()
+    (tmp_path / "vllm_kvtier" / "__init__.py").write_text("raise ImportError('half of a package')")
+    monkeypatch.setattr(vllm_kvtier, "__file__", str(tmp_path / "vllm_kvtier" / "__init__.py"))
+    with pytest.raises(KVTierError, match=f"see {Path(path).with_suffix('.log')}"):
+        start_store(path, SMALL)
+    assert "half of a package" in Path(path).with_suffix(".log").read_text()
 
 
 def test_children_find_credentials_of_a_relative_path(tmp_path, monkeypatch):
@@ -135,15 +157,6 @@ def test_children_find_credentials_of_a_relative_path(tmp_path, monkeypatch):
     made = launcher.package_environment()
     assert made["GOOGLE_APPLICATION_CREDENTIALS"] == str(tmp_path / "key.json")
     assert made["AWS_CONFIG_FILE"] == "~/.aws/config"
-
-
-def test_store_that_cannot_be_imported_says_so_in_its_log(path, tmp_path, monkeypatch):
-    (tmp_path / "vllm_kvtier").mkdir()
-    (tmp_path / "vllm_kvtier" / "__init__.py").write_text("raise ImportError('half of a package')")
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    with pytest.raises(KVTierError, match=f"see {Path(path).with_suffix('.log')}"):
-        start_store(path, SMALL)
-    assert "half of a package" in Path(path).with_suffix(".log").read_text()
 
 
 def test_store_unexpected_error_reaches_its_starter(path, monkeypatch, caplog):

@@ -11,7 +11,6 @@ import random
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from vllm_kvtier import __version__
 from vllm_kvtier.bench.row import Row, rates
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.store.index.types import ZERO
+from vllm_kvtier.store.launcher import run_module
 from vllm_kvtier.store.protocol import PAGE, GroupShape
 from vllm_kvtier.store.tiers.process import protocol as m
 from vllm_kvtier.store.tiers.process.main import Pool
@@ -50,7 +50,7 @@ class DiskTierClient:
         self._socket.settimeout(ANSWER_SECONDS)
         self._process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "vllm_kvtier.store.tiers.process.main", "--kind=disk"),
+                *(*run_module("vllm_kvtier.store.tiers.process.main"), "--kind=disk"),
                 *(f"--socket={theirs.fileno()}", f"--pool={self._fd}", f"--bytes={pool_bytes}"),
             ],
             pass_fds=[theirs.fileno(), self._fd],

@@ -4,8 +4,10 @@ import fcntl
 import os
 import re
 import select
+import site
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
 from collections.abc import Callable
@@ -88,7 +90,7 @@ def _start(path: str, options: StoreOptions, timeout: float) -> None:
     log = options.log_file or str(Path(path).with_suffix(".log"))
     reader, writer = os.pipe2(os.O_CLOEXEC)
     try:
-        command = [sys.executable, "-m", "vllm_kvtier.store", "--socket", path, "--detach", f"--ready-fd={writer}"]
+        command = [*run_module("vllm_kvtier.store"), "--socket", path, "--detach", f"--ready-fd={writer}"]
         with open(log, "ab") as early:  # what it prints before it logs, and what no handler sees
             first = subprocess.Popen(
                 [*command, *options.arguments(), f"--log-file={log}"],
@@ -125,14 +127,20 @@ FILES = ("AWS_CA_BUNDLE", "AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE", "GOO
 
 
 def package_environment() -> dict[str, str]:
-    """For a child process that must import what this one does, this very package included. Its folder may be
-    site-packages, in which a module named like one of the standard library's must not come first."""
-    places = [os.path.abspath(place) for place in sys.path]
-    places += filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))  # perhaps set since
+    """For a child process that must import this very package, however this process found it. Without site-packages,
+    which it has: there a module named like one of the standard library's must not come first. And without the standard
+    library: the child may start other programs (``credential_process``), perhaps of another Python."""
     package = str(Path(vllm_kvtier.__file__).resolve().parents[1])
+    has = {os.path.realpath(place) for place in (*site.getsitepackages(), sysconfig.get_path("purelib"))}
+    places = [] if os.path.realpath(package) in has else [package]
+    places += filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     found = {name: os.path.abspath(os.environ[name]) for name in FILES if os.path.exists(os.environ.get(name, ""))}
-    safe = {"PYTHONSAFEPATH": "1"}  # else "-m" puts the current folder first, from Python 3.11 on
-    return {**os.environ, **found, **safe, "PYTHONPATH": os.pathsep.join(dict.fromkeys([*places, package]))}
+    return {**os.environ, **found, "PYTHONPATH": os.pathsep.join(places)}
+
+
+def run_module(name: str) -> list[str]:
+    """The beginning of a command; without the current folder in the child's search path, from Python 3.11 on."""
+    return [sys.executable, *(["-P"] if sys.version_info >= (3, 11) else []), "-m", name]
 
 
 def _read_all(reader: int, timeout: float) -> bytes:

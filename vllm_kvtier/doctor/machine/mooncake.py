@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 
 from vllm_kvtier.doctor.report import Check, fail, ok, unknown, warn
 from vllm_kvtier.errors import ConfigError, KVTierError
+from vllm_kvtier.store.launcher import run_module
 from vllm_kvtier.store.tiers.mooncake.client import INSTALL, LIBRARIES, Code, MooncakeClient
 from vllm_kvtier.store.tiers.mooncake.options import MooncakeOptions, reachable
 
@@ -66,7 +67,7 @@ def _installed() -> dict[str, str]:
 
 def _round_trip(name: str, options: Mapping[str, object], library: str, run: Callable[..., object]) -> Check:
     """In a process of its own: the library blocks, logs, and crashes when it is closed."""
-    command = [sys.executable, "-m", __name__, json.dumps(dict(options))]
+    command = [*run_module(__name__), json.dumps(dict(options))]
     try:
         done = run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
     except subprocess.TimeoutExpired:

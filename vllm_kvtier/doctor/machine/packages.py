@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from vllm_kvtier import __version__
 from vllm_kvtier.doctor.report import Check, fail, ok, unknown, warn
 from vllm_kvtier.errors import UnsupportedVLLM
+from vllm_kvtier.store.launcher import run_module
 from vllm_kvtier.vllm_compat import version
 from vllm_kvtier.vllm_compat.probe.row import Feature
 
@@ -50,7 +51,7 @@ def vllm() -> Check:
 
 def probe() -> list[Check]:
     """The probe's table of the vLLM that is installed here, a check for each row."""
-    command = [sys.executable, "-m", "vllm_kvtier.vllm_compat.probe.table"]
+    command = run_module("vllm_kvtier.vllm_compat.probe.table")
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_SECONDS)
         rows = json.loads(done.stdout)["rows"]

@@ -4,10 +4,9 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Sequence
 
-from vllm_kvtier.store.launcher import package_environment
+from vllm_kvtier.store.launcher import package_environment, run_module
 
 MAX_LINE = 1000  # characters of a line of its stderr that are logged
 MAX_LINES = 500  # of its stderr that are logged
@@ -64,7 +63,7 @@ class Child:
 
 def spawn_tier_process(kind: str, sock: socket.socket, pool_fd: int, pool_bytes: int) -> Child:
     """Start a tier process with this end of a socketpair; the caller closes ``sock``. Raises OSError."""
-    command = [sys.executable, "-m", "vllm_kvtier.store.tiers.process.main", f"--kind={kind}"]
+    command = [*run_module("vllm_kvtier.store.tiers.process.main"), f"--kind={kind}"]
     arguments = [f"--socket={sock.fileno()}", f"--pool={pool_fd}", f"--bytes={pool_bytes}"]
     return spawn([*command, *arguments], (sock.fileno(), pool_fd))
 
