@@ -271,6 +271,26 @@ def test_admit_and_confirm_look_for_a_bounded_share_of_the_time(tmp_path, monkey
     assert milliseconds > 20 or shared[-1] > now[0] - 5, "some are shared"
 
 
+def test_slow_path_does_not_pause_short_looks(tmp_path, monkeypatch):
+    now, find = [100.0], adapters_module._find
+
+    def takes(path):
+        now[0] += 0.2 if path.endswith("slow") else 0.0015
+        return find(path)
+
+    adapters, requests = Adapters(), [lora(files(tmp_path / name), name, i) for i, name in enumerate(("slow", "b"), 1)]
+    found = [admitted(adapters, request) for request in requests]
+    monkeypatch.undo()
+    monkeypatch.setattr(adapters_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(adapters_module, "_find", takes)
+    shared = []
+    for _ in range(1000):
+        now[0] += 1 / 30
+        for request, adapter in zip(requests, found, strict=True):
+            shared += [request.lora_name] * bool(adapters.admit(request) and adapters.confirm(request, adapter))
+    assert shared.count("b") == 1000 and shared.count("slow") < 100
+
+
 def test_load_on_slow_file_system_is_recorded(tmp_path, monkeypatch):
     """It is not looked at for a while, but for what is loaded: what that is would never be known."""
     monkeypatch.setattr(adapters_module, "SLOW_SECONDS", 0.0)

@@ -118,7 +118,7 @@ class Looks:
     def __init__(self) -> None:
         # The last look at each path whose last look was not short, and whether it was slow.
         self._long: dict[str, tuple[threading.Thread, bool]] = {}
-        self._paused_until = float("-inf")  # no second look at those before
+        self._paused_until = {True: float("-inf"), False: float("-inf")}  # no second look at these before: slow, short
 
     def look(
         self, path: str, seconds: float | None = None, pauses: bool = True, second: bool = False
@@ -127,7 +127,7 @@ class Looks:
         not made. ``pauses`` False: look even after a slow look, because a later one will not tell the same. ``second``:
         the one at admission is worth nothing without this one, which only slow looks keep from being made."""
         began, (last, slow) = time.monotonic(), self._long.get(path, (None, False))
-        paused = pauses and began < self._paused_until and (slow or not second)
+        paused = pauses and began < self._paused_until[slow] and (slow or not second)
         if last is not None and (paused or last.is_alive()):
             return None
         self._long.pop(path, None)
@@ -146,7 +146,7 @@ class Looks:
             self._long[path] = thread, slow
             if pauses:
                 earliest = began - PAUSE_FACTOR * FREE_SECONDS
-                self._paused_until = max(self._paused_until, earliest) + pause
+                self._paused_until[slow] = max(self._paused_until[slow], earliest) + pause
         return seen[0] if ended and seen else None
 
 
