@@ -81,7 +81,8 @@ async def test_client_gets_the_error_of_an_engine_that_may_have_its_model(others
         for path in ("/v1/chat/completions", "/v1/messages"):
             for _ in range(3):
                 assert (await c.client.post(path, json=turn("u1"))).status_code == status
-        assert len(c.d[0].seen) == len(c.d[0].passed) == 1, "it is known to lack it"
+        asked = 3 if others == "fail" else 1  # it is known to lack it, but no other one is available
+        assert len(c.d[0].seen) == len(c.d[0].passed) == asked
 
 
 @pytest.mark.parametrize("status", [404, 429])
@@ -497,3 +498,16 @@ async def test_request_waits_once_for_all_engines_that_may_have_its_model(status
         assert c.core.decode[2].outstanding == 1, "its limit"
         slots[1].release()
         assert (await asked).status_code == 200
+
+
+@pytest.mark.parametrize("has", [True, False])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+async def test_available_engine_is_asked_though_only_an_unavailable_one_was_not_known_to_lack_it(path, has):
+    """In a rolling restart with adapters loaded at run time. The unavailable one may hang."""
+    async with Cluster(p=0, d=2, backoff_initial=60, backoff_max=60) as c:
+        known, other = c.core.decode
+        known.lacking.add((path, turn("u")["model"]))
+        other.mark_unavailable("It restarts.")
+        c.d[0].status, c.d[1].hold = 200 if has else 404, asyncio.Event()
+        assert (await c.client.post(path, json=turn("u"))).status_code == (200 if has else 503)
+        assert not c.d[1].seen and not c.d[1].passed

@@ -10,6 +10,7 @@ from vllm_kvtier.proxy.engines.refusals import FULL, LACKS, LACKS_AT_ONCE, Wants
 from vllm_kvtier.proxy.messages.incoming_request import Incoming
 from vllm_kvtier.proxy.routes.client_answer import Answer, memory_full, refusal, unavailable
 from vllm_kvtier.proxy.routing.admission import Choice, QueueFull
+from vllm_kvtier.proxy.routing.router import candidates
 
 logger = get_logger(__name__)
 
@@ -105,12 +106,10 @@ class EngineRequest:
             if other is not None:
                 slot.take(other)
             return None if other is None else slot.engine
-        engines, wants = ranked(slot.engine), self._refusals.wants
-        having = [engine for engine in engines if not (wants in engine.lacking or self._asked.get(engine))] or engines
+        engines = ranked(slot.engine)
+        usable = candidates(engines, self._refusals.wants, self._asked) or (engines if error is None else [])
         for engine in engines:
-            if engine in self._asked or not (engine.healthy or error is None):
-                continue
-            if engine in having or engine is slot.engine:
+            if engine not in self._asked and (engine in usable or (engine is slot.engine and engine.healthy)):
                 slot.move(engine, slot.tokens)
                 return engine
         return None

@@ -115,13 +115,13 @@ class Router:
 
 
 def candidates(engines: Iterable[Engine], wants: Wants, asked: Asked = NOT_ASKED) -> list[Engine]:
-    """Of a role's engines those that a request may be sent to. Without unavailable ones if an engine has answered
-    (``asked``), and of those that are known to lack something only if all are."""
+    """Of a role's engines those that a request may be sent to: available ones that are not known to lack what it wants;
+    without such a one the available ones; without these, and before an engine has answered (``asked``), the others."""
     open_engines = [engine for engine in engines if engine.open]
-    having = [engine for engine in open_engines if not (wants in engine.lacking or asked.get(engine, False))]
-    found = [engine for engine in having or open_engines if engine not in asked]
-    # Unavailable engines get requests only if all are unavailable, not if the others are full.
-    return [engine for engine in found if engine.healthy] or ([] if asked else found)
+    healthy = [engine for engine in open_engines if engine.healthy]
+    having = [engine for engine in healthy if not (wants in engine.lacking or asked.get(engine, False))]
+    found = [engine for engine in having or healthy if engine not in asked]
+    return found or ([] if healthy or asked else open_engines)
 
 
 def waits_for(usable: Iterable[Engine], engines: Iterable[Engine]) -> frozenset[Engine] | None:
