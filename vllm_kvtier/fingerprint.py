@@ -6,7 +6,7 @@ import json
 import os
 import stat
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,10 +88,12 @@ def changed_since(moment: int, model: str, revision: str | None, files: Sequence
     """Whether a reader of this model at any time since ``moment`` may have read other bytes than ``files`` (not empty;
     ``weight_files``, then ``other_files``) hold now. Compares change times, which no tool can set. Raises OSError."""
     path = Path(model).expanduser()
-    own = _own_clock_devices()
+    own, processes = _devices(OWN_CLOCK), _devices({"proc"})
 
     def changed(state: os.stat_result) -> bool:
-        return state.st_ctime_ns > moment - (0 if state.st_dev in own else MAX_CLOCK_SKEW_NS)
+        # The time of a process's link to its root, by which KServe mounts models, is when that was first looked up.
+        later = state.st_ctime_ns > moment - (0 if state.st_dev in own else MAX_CLOCK_SKEW_NS)
+        return later and state.st_dev not in processes
 
     if not path.exists():  # a hub's snapshot never changes, but a revision's name may mean another one now
         snapshots = next((each for each in files[0].parents if each.name == "snapshots"), files[0].parents[1])
@@ -112,12 +114,12 @@ def _moved(changed: Callable[[os.stat_result], bool], path: Path) -> bool:
     )
 
 
-def _own_clock_devices() -> set[int]:
-    """Mounted file systems whose times are of this machine's clock, by ``st_dev``."""
+def _devices(kinds: Collection[str]) -> set[int]:
+    """Mounted file systems of these kinds, by ``st_dev``."""
     found = set()
     for line in Path("/proc/self/mountinfo").read_text("utf-8", "replace").splitlines():
         mount, _, source = line.partition(" - ")
-        if source.split()[0] in OWN_CLOCK:
+        if source.split()[0] in kinds:
             found.add(os.makedev(*map(int, mount.split()[2].split(":"))))
     return found
 

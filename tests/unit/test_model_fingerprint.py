@@ -191,6 +191,43 @@ def test_model_fingerprint_depends_on_encoder_in_folder_of_its_folder(folder, na
     assert len(found) == 5
 
 
+def test_model_fingerprint_is_of_the_weights_that_were_chosen(folder):
+    """As by vLLM's plugin for GGUF, of a folder with several quantizations, and for a model with weights elsewhere."""
+    for name in ("x-Q4.gguf", "x-Q8-00001-of-00002.gguf", "x-Q8-00002-of-00002.gguf"):
+        (folder / name).write_text(name * 100)
+
+    def fingerprint(chosen, load_format="gguf"):
+        config = model(folder, load_format)
+        config.model_config.model_weights = chosen
+        return ns.model_fingerprint(config)
+
+    four, eight = str(folder / "x-Q4.gguf"), str(folder / "x-Q8-00001-of-00002.gguf")
+    before = [fingerprint(four), fingerprint(eight)]
+    assert len({*before, fingerprint("")}) == 3
+    (folder / "x-Q8-00002-of-00002.gguf").write_text("another")
+    assert fingerprint(four) == before[0] and fingerprint(eight) != before[1]
+    (folder / "mmproj-x.gguf").write_text("projector")
+    assert fingerprint(four) != before[0]
+    assert fingerprint("org/x-GGUF:Q4") != fingerprint("org/x-GGUF:Q4"), "which file that is is not known"
+    (other := folder.parent / "other").mkdir()
+    (other / "model.safetensors").write_bytes(b"1" * 1000)
+    assert fingerprint(str(other), "runai_streamer") != fingerprint("", "runai_streamer")
+    assert fingerprint(str(other), "runai_streamer") == fingerprint(str(other), "runai_streamer")
+    assert fingerprint(str(folder), "auto") == fingerprint("", "auto")
+
+
+def test_model_fingerprint_of_a_path_through_another_process_is_not_unique(folder, monkeypatch):
+    """KServe mounts models so. The link has the time at which it was first looked at."""
+    process = subprocess.Popen(["sleep", "60"])
+    try:
+        through = f"/proc/{process.pid}/root{folder}"
+        starts_now(monkeypatch)
+        assert ns.model_fingerprint(model(through)) == ns.model_fingerprint(model(through))
+    finally:
+        process.kill()
+        process.wait()
+
+
 @pytest.fixture
 def adapters(folder):
     """As of Jina's embedding models: vLLM merges one into the weights, as its configuration says."""

@@ -1,5 +1,6 @@
 """The namespace of an engine: everything that its KV depends on and its block hashes leave out."""
 
+import glob
 import hashlib
 import json
 import os
@@ -7,7 +8,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -247,6 +248,17 @@ def _code_elsewhere(vllm_config: Any, texts: list[str]) -> list[tuple[str, str |
     return [(name, revision, found) for name, where in folders if where and (found := sorted(where.glob("*.py")))]
 
 
+def _chosen_weights(path: Path, kinds: Sequence[str]) -> list[Path]:
+    """Of a model whose weights are not in its own folder, or are some of the files there (vLLM's plugin for GGUF: a
+    folder has several quantizations). Empty for a URL, or an item of a repository."""
+    if path.is_dir():
+        return weight_files(path, kinds)
+    if not path.is_file():
+        return []
+    shards = re.sub(r"-\d{5}-of-(?=\d{5})", "-*-of-", glob.escape(path.name))
+    return sorted({*path.parent.glob(shards), *path.parent.glob("*mmproj*.gguf")})
+
+
 def model_fingerprint(vllm_config: Any) -> str:
     """Digest of the model's files: configuration and weights, also of models that are parts of it, the processors'
     configuration if it takes media, its own code if it has any, and the files of a draft model that keeps KV. Random if
@@ -273,7 +285,10 @@ def model_fingerprint(vllm_config: Any) -> str:
     draft = _draft_model(vllm_config)
     files: list[Path] = []
     try:
-        of_parts = [weight_files(where, _KINDS.get(load.load_format, KINDS)) if where else [] for *_, where in parts]
+        kinds = _KINDS.get(load.load_format, KINDS)
+        of_parts = [weight_files(where, kinds) if where else [] for *_, where in parts]
+        if model.model_weights and model.model_weights != model.model:
+            of_parts[0] = _chosen_weights(Path(model.model_weights).expanduser(), kinds)
         if load.load_format not in FROM_FILES:
             words = f"of load format {load.load_format}"
         elif not all(of_parts):

@@ -121,8 +121,8 @@ ROWS: tuple[Row, ...] = (
             "kv_buffer_device",
             "vllm.config:ParallelConfig": "tensor_parallel_size pipeline_parallel_size data_parallel_size "
             "data_parallel_index distributed_executor_backend enable_elastic_ep world_size",
-            "vllm.config:ModelConfig": "model revision seed dtype hf_config hf_config_path hf_text_config "
-            "config_format max_model_len use_mla original_max_model_len served_model_name "
+            "vllm.config:ModelConfig": "model model_weights revision seed dtype hf_config hf_config_path "
+            "hf_text_config config_format max_model_len use_mla original_max_model_len served_model_name "
             "get_total_num_kv_heads runner_type is_prefix_caching_supported quantization quantization_config "
             "hf_overrides multimodal_config trust_remote_code override_generation_config "
             "try_get_generation_config __dataclass_fields__",
