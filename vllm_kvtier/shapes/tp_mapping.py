@@ -206,9 +206,13 @@ def _group_parts(
         if not wanted:  # another rank of ours, of context parallelism, has these tokens: read for the checksum only
             info, theirs_, _ = others[0]
             yield info, SourceGroup(mine.group, tuple(SourceRegion(r, None) for r in theirs_.regions), False, shift)
+        by_layer: dict[str, list[_Wanted]] = {}
+        for each in wanted:
+            by_layer.setdefault(each.region.layer, []).append(each)
         for info, theirs_, range_ in others if wanted else ():
             regions = [
-                _take_heads(region, range_, our_heads, wanted, shift, mine, theirs_) for region in theirs_.regions
+                _take_heads(region, range_, our_heads, by_layer.get(region.layer, []), shift, mine, theirs_)
+                for region in theirs_.regions
             ]
             if any(region.target is not None for region in regions):
                 identical = size == mine.block_tokens and _has_identical_layout(mine, regions)
@@ -283,7 +287,8 @@ def _take_heads(
     our_group: GroupView,
     their_group: GroupView,
 ) -> SourceRegion:
-    """Take the missing heads that one region of a source's rank holds; they are no longer missing then."""
+    """Take the missing heads that one region of a source's rank holds; they are no longer missing then. ``wanted``: of
+    its layer."""
     if their_group.block_tokens == our_group.block_tokens:
         run = None
         found = next(
