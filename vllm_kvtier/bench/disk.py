@@ -21,7 +21,7 @@ from vllm_kvtier import __version__
 from vllm_kvtier.bench.row import Row, rates
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.store.index.types import ZERO
-from vllm_kvtier.store.launcher import run_module
+from vllm_kvtier.store.launcher import package_environment, run_module
 from vllm_kvtier.store.protocol import PAGE, GroupShape
 from vllm_kvtier.store.tiers.process import protocol as m
 from vllm_kvtier.store.tiers.process.main import Pool
@@ -53,6 +53,7 @@ class DiskTierClient:
                 *(*run_module("vllm_kvtier.store.tiers.process.main"), "--kind=disk"),
                 *(f"--socket={theirs.fileno()}", f"--pool={self._fd}", f"--bytes={pool_bytes}"),
             ],
+            env=package_environment(),
             pass_fds=[theirs.fileno(), self._fd],
         )
         theirs.close()

@@ -1,13 +1,12 @@
 """Finds the node's store, and starts one if there is none."""
 
 import fcntl
+import functools
 import os
 import re
 import select
-import site
 import subprocess
 import sys
-import sysconfig
 import threading
 import time
 from collections.abc import Callable
@@ -122,25 +121,38 @@ def _start(path: str, options: StoreOptions, timeout: float) -> None:
     raise KVTierError(f"the node store could not be started at {path}: {text}")
 
 
+_SAFE = ["-P"] if sys.version_info >= (3, 11) else []  # the current folder is not in the search path
+
 # Environment variables that name files, perhaps relative to this process's folder; children run in another one.
 FILES = ("AWS_CA_BUNDLE", "AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE", "GOOGLE_APPLICATION_CREDENTIALS")
 
 
 def package_environment() -> dict[str, str]:
-    """For a child process that must import this very package, however this process found it. Without site-packages,
-    which it has: there a module named like one of the standard library's must not come first. And without the standard
-    library: the child may start other programs (``credential_process``), perhaps of another Python."""
+    """For a child process that must import this very package, however this process found it. Without its folder if a
+    child finds it by itself: in site-packages a module named like one of the standard library's must not come first."""
     package = str(Path(vllm_kvtier.__file__).resolve().parents[1])
-    has = {os.path.realpath(place) for place in (*site.getsitepackages(), sysconfig.get_path("purelib"))}
-    places = [] if os.path.realpath(package) in has else [package]
-    places += filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    given = os.environ.get("PYTHONPATH", "")
+    places = [*([] if _finds(package, given) else [package]), *filter(None, given.split(os.pathsep))]
     found = {name: os.path.abspath(os.environ[name]) for name in FILES if os.path.exists(os.environ.get(name, ""))}
     return {**os.environ, **found, "PYTHONPATH": os.pathsep.join(places)}
 
 
+@functools.cache
+def _finds(package: str, path: str) -> bool:
+    """Whether a child process with this PYTHONPATH finds the package in that folder."""
+    ask = "import importlib.util as u; print(u.find_spec('vllm_kvtier').origin)"
+    command = [sys.executable, *_SAFE, "-c", ask]
+    environment = {**os.environ, "PYTHONPATH": path}
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=10.0, cwd="/", env=environment).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return bool(found.strip()) and Path(found.strip()).resolve().parents[1] == Path(package)
+
+
 def run_module(name: str) -> list[str]:
     """The beginning of a command; without the current folder in the child's search path, from Python 3.11 on."""
-    return [sys.executable, *(["-P"] if sys.version_info >= (3, 11) else []), "-m", name]
+    return [sys.executable, *_SAFE, "-m", name]
 
 
 def _read_all(reader: int, timeout: float) -> bytes:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 
 from vllm_kvtier.doctor.report import Check, fail, ok, unknown, warn
 from vllm_kvtier.errors import ConfigError, KVTierError
-from vllm_kvtier.store.launcher import run_module
+from vllm_kvtier.store.launcher import package_environment, run_module
 from vllm_kvtier.store.tiers.mooncake.client import INSTALL, LIBRARIES, Code, MooncakeClient
 from vllm_kvtier.store.tiers.mooncake.options import MooncakeOptions, reachable
 
@@ -69,7 +69,9 @@ def _round_trip(name: str, options: Mapping[str, object], library: str, run: Cal
     """In a process of its own: the library blocks, logs, and crashes when it is closed."""
     command = [*run_module(__name__), json.dumps(dict(options))]
     try:
-        done = run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
+        done = run(
+            command, capture_output=True, text=True, timeout=_SECONDS, check=False, env=package_environment()
+        )
     except subprocess.TimeoutExpired:
         message = f"its client was not set up, or moved no object, within {_SECONDS:.0f} s"
         return fail(name, message, "look at the master's log, and whether a firewall closes 12000 to 17000")

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from vllm_kvtier import __version__
 from vllm_kvtier.doctor.report import Check, fail, ok, unknown, warn
 from vllm_kvtier.errors import UnsupportedVLLM
-from vllm_kvtier.store.launcher import run_module
+from vllm_kvtier.store.launcher import package_environment, run_module
 from vllm_kvtier.vllm_compat import version
 from vllm_kvtier.vllm_compat.probe.row import Feature
 
@@ -53,7 +53,9 @@ def probe() -> list[Check]:
     """The probe's table of the vLLM that is installed here, a check for each row."""
     command = run_module("vllm_kvtier.vllm_compat.probe.table")
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_SECONDS)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_PROBE_SECONDS, env=package_environment()
+        )
         rows = json.loads(done.stdout)["rows"]
     except subprocess.TimeoutExpired:
         return [unknown("probe of vLLM", f"importing vLLM takes more than {_PROBE_SECONDS:g} s")]
