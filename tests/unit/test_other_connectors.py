@@ -3,8 +3,10 @@
 from types import SimpleNamespace
 
 import pytest
+from source_fakes import make_matcher
 from support import make_request
 from test_engine_thread import BLOCK, KVTIER, OTHER, engine, kvtier  # noqa: F401
+from tier_fakes import make_tier
 from vllm.v1.request import RequestStatus
 
 from vllm_kvtier.vllm_compat.hooks.other_connectors import handing_off
@@ -40,6 +42,31 @@ def test_beside_nixl_connector_hand_offs_are_its_own(engine, children, params): 
     assert ("remote_host" in found) == ("do_remote_decode" in params), "NixlConnector's"
     exports = kvtier(core)._scheduler._exports
     assert not exports.has_handoffs() and not exports.retained_blocks()
+
+
+@pytest.mark.parametrize("ours_first", [True, False])
+def test_prompt_that_nixl_connector_is_to_bring_is_left_to_it(engine, ours_first):  # noqa: F811
+    """vLLM asked none while our store was awaited, or took a block of ours in place of the hand-off."""
+    core = engine(KVTIER, NIXL) if ours_first else engine(NIXL, KVTIER)
+    half = kvtier(core)._scheduler
+    half._engine.look_at(core)
+    made = make_tier([(BLOCK, None)], hash_block_size=BLOCK, context={"pool": half._pool})
+    matcher = make_matcher(made.load, made.tier)
+    matcher.hands_off_alone = half._matcher.hands_off_alone
+    half._matcher = half._outcomes._matcher = matcher
+    params = {
+        "do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": "p", "remote_request_id": "x",
+        "remote_block_ids": [[1, 2, 3]], "remote_host": "127.0.0.1", "remote_port": 5600, "tp_size": 1,
+    }  # fmt: skip
+    prompt = list(range(3 * BLOCK))
+    requests = [make_request(name, prompt, BLOCK, params=each) for name, each in (("r", params), ("s", {}))]
+    for request in requests:
+        core.scheduler.add_request(request)
+    output = core.scheduler.schedule()
+    assert requests[0].status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    (nixl,) = [each for each in output.kv_connector_metadata.metadata if hasattr(each, "reqs_to_recv")]
+    assert set(nixl.reqs_to_recv) == {"r"} and len(nixl.reqs_to_recv["r"].local_block_ids[0]) == 3
+    assert len(made.client.open) == 1, "of the other prompt"
 
 
 @pytest.mark.parametrize("children", [(RETAINING,), (RETAINING, OTHER)], ids=["alone", "beside"])

@@ -175,7 +175,7 @@ class SchedulerParts(ABC):
         rollback.set_failure_policy(scheduler, self._config.kv_load_failure_policy)
         self._only_connector = rollback.serves(scheduler, connector)
         if other := other_connectors.handing_off(scheduler, connector):
-            self._exporter.exports = False
+            self._exporter.exports = self._matcher.hands_off_alone = False
             logger.info(
                 "kvtier: connector: in this MultiConnector hand-offs are left to %s; ours only stores and loads", other
             )

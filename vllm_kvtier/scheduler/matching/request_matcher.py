@@ -16,7 +16,7 @@ from vllm_kvtier.scheduler.integrity.sync_load import SyncJob
 from vllm_kvtier.scheduler.matching.request_lifecycle import Event, RequestLifecycle, State
 from vllm_kvtier.scheduler.matching.request_state import LoadUnderWay, RequestState
 from vllm_kvtier.scheduler.matching.source_selector import SourceSelector
-from vllm_kvtier.scheduler.matching.transfer_params import PrefillHandoff, hints, promised
+from vllm_kvtier.scheduler.matching.transfer_params import PrefillHandoff, hints, is_of_another_connector, promised
 from vllm_kvtier.scheduler.planner.load_or_recompute import LoadOrRecompute
 from vllm_kvtier.scheduler.sources import job_builder
 from vllm_kvtier.scheduler.sources.base import BlockIds, Job, KVSource
@@ -55,6 +55,9 @@ class RequestMatcher:
         self._lease_client = context.lease_client
         self._queued_handoffs: dict[str, PrefillHandoff] = {}  # by request
         self.prefetching = False  # whether a source may have looked up queued requests
+        # No other connector beside this one does. Else the prompts that it is to bring are left to it: while this one
+        # waits for an answer, vLLM takes no other's; and listed first, it would bring a block of what that has whole.
+        self.hands_off_alone = True
 
     def get(self, request_id: str) -> RequestState | None:
         return self._tracked.get(request_id)
@@ -99,11 +102,15 @@ class RequestMatcher:
 
     def prefetch_promotion(self, request: Any) -> None:
         """Have sources promote what a queued request will look up."""
+        if not self.hands_off_alone and is_of_another_connector(request):
+            return
         if any([source.prefetch_promotion(request) for source in self._looking_ahead]):
             self._counters.count("promotion_prefetches")
 
     def prefetch_lookup(self, request: Any) -> None:
         """Have sources look up a queued request before vLLM matches it."""
+        if not self.hands_off_alone and is_of_another_connector(request):
+            return
         if not request.kv_transfer_params or promised(request) is None:  # else another engine does
             self._planner.will_compute(request.request_id, self._cached_about(request), request.num_tokens)
         self.prefetching = True
@@ -151,6 +158,9 @@ class RequestMatcher:
             self._notice_eviction(state, computed)
             match state.life.state:
                 case State.NEW:
+                    if not self.hands_off_alone and is_of_another_connector(request):
+                        state.life.fire(Event.DECLINE)
+                        return 0, False
                     if state.candidates is None:
                         for source in self._looking_ahead:
                             source.on_matched(request.request_id)

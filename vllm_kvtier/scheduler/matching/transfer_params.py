@@ -100,6 +100,12 @@ def promised(request: Any) -> PrefillHandoff | None:
     return hints(request).handoff
 
 
+def is_of_another_connector(request: Any) -> bool:
+    """Whether another connector is to bring the prompt of vLLM's ``request``. That ends when it has failed."""
+    params = request.kv_transfer_params
+    return isinstance(params, dict) and bool(params.get("do_remote_prefill")) and hints(request).handoff is None
+
+
 def read(params: Any) -> Hints:
     """What a request's params say; ``Hints()`` for anything that is not ours or NixlConnector's."""
     if not isinstance(params, dict):
