@@ -216,6 +216,28 @@ def test_model_fingerprint_is_of_the_weights_that_were_chosen(folder):
     assert fingerprint(str(folder), "auto") == fingerprint("", "auto")
 
 
+def test_model_fingerprint_of_chosen_weights_that_changed_after_start_is_unique(folder, tmp_path, monkeypatch):
+    """Also if the configuration is another model's, of the hub: by ``--tokenizer``."""
+    (snapshot := tmp_path / "models--org--model" / "snapshots" / "1").mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    (ref := snapshot.parents[1] / "refs" / "main").parent.mkdir()
+    ref.write_text("1")
+    (chosen := folder / "x-Q4.gguf").write_bytes(b"1" * 1000)
+    config = model("org/model", "gguf")
+    config.model_config.model_weights = str(chosen)
+    monkeypatch.setattr(ns, "model_folder", lambda *_: snapshot)
+    starts_now(monkeypatch)
+    assert ns.model_fingerprint(config) == ns.model_fingerprint(config)
+    chosen.write_bytes(b"2" * 1000)
+    assert ns.model_fingerprint(config) != ns.model_fingerprint(config)
+    starts_now(monkeypatch)
+    ref.write_text("2")
+    assert ns.model_fingerprint(config) != ns.model_fingerprint(config)
+    monkeypatch.setattr(ns, "model_folder", lambda *_: None)
+    starts_now(monkeypatch)
+    assert ns.model_fingerprint(config) == ns.model_fingerprint(config)
+
+
 def test_model_fingerprint_of_a_path_through_another_process_is_not_unique(folder, monkeypatch):
     """KServe mounts models so. The link has the time at which it was first looked at."""
     process = subprocess.Popen(["sleep", "60"])

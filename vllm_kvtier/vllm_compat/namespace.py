@@ -287,8 +287,8 @@ def model_fingerprint(vllm_config: Any) -> str:
     try:
         kinds = _KINDS.get(load.load_format, KINDS)
         of_parts = [weight_files(where, kinds) if where else [] for *_, where in parts]
-        if model.model_weights and model.model_weights != model.model:
-            of_parts[0] = _chosen_weights(Path(model.model_weights).expanduser(), kinds)
+        if chosen := model.model_weights if model.model_weights != model.model else "":
+            of_parts[0] = _chosen_weights(Path(chosen).expanduser(), kinds)
         if load.load_format not in FROM_FILES:
             words = f"of load format {load.load_format}"
         elif not all(of_parts):
@@ -297,7 +297,8 @@ def model_fingerprint(vllm_config: Any) -> str:
             own = [file for part in of_parts for file in part]
             folders = [part[2] for part in parts]
             task = str(getattr(model.hf_config, "jina_task", ""))
-            others = [other_files(where, files, task) for where, files in zip(folders, of_parts, strict=True)]
+            beside = zip(folders, of_parts, strict=True)
+            others = [other_files(where, files, task) if where else [] for where, files in beside]
             if load.download_dir and (hub := model_folder(model.model, model.revision)) not in (None, folder):
                 others[0] += other_files(hub, (), task)  # vLLM has only the weights in that directory
                 folders.append(hub)
@@ -311,6 +312,10 @@ def model_fingerprint(vllm_config: Any) -> str:
             words = f"{weights.hexdigest()}, {len(files)} file{'s' * (len(files) != 1)}"
             # vLLM loaded them after this process began. Checked last: a later change was not read here either.
             read = [(*part[:2], own + more) for part, own, more in zip(parts, of_parts, others, strict=True)]
+            if chosen:
+                read[0] = chosen, None, of_parts[0]
+                config_file = folder / "config.json" if folder else None
+                read += [(*parts[0][:2], [config_file])] if config_file and config_file.exists() else []
             if draft and (found := model_folder(draft.model, draft.revision, load.download_dir)):
                 read += [(draft.model, draft.revision, own)] if (own := weight_files(found)) else []
             if any(changed_since(process_start(), *each) for each in read + code):
