@@ -131,8 +131,8 @@ def package_environment() -> dict[str, str]:
     """For a child process that must import this very package, however this process found it. Without its folder if a
     child finds it by itself: in site-packages a module named like one of the standard library's must not come first."""
     package = str(Path(vllm_kvtier.__file__).resolve().parents[1])
-    given = os.environ.get("PYTHONPATH", "")
-    places = [*([] if _finds(package, given) else [package]), *filter(None, given.split(os.pathsep))]
+    given = list(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
+    places = [*([] if _finds(package, os.pathsep.join(given)) else [package]), *given]
     found = {name: os.path.abspath(os.environ[name]) for name in FILES if os.path.exists(os.environ.get(name, ""))}
     return {**os.environ, **found, "PYTHONPATH": os.pathsep.join(places)}
 
@@ -144,10 +144,11 @@ def _finds(package: str, path: str) -> bool:
     command = [sys.executable, *_SAFE, "-c", ask]
     environment = {**os.environ, "PYTHONPATH": path}
     try:
-        found = subprocess.run(command, capture_output=True, text=True, timeout=10.0, cwd="/", env=environment).stdout
-    except (OSError, subprocess.TimeoutExpired):
+        output = subprocess.run(command, capture_output=True, text=True, timeout=3.0, cwd="/", env=environment).stdout
+        found = output.splitlines()[-1]  # perhaps behind what other modules print when Python starts
+    except (OSError, ValueError, IndexError, subprocess.SubprocessError):
         return False
-    return bool(found.strip()) and Path(found.strip()).resolve().parents[1] == Path(package)
+    return Path(found).resolve() == Path(package, "vllm_kvtier", "__init__.py")
 
 
 def run_module(name: str) -> list[str]:

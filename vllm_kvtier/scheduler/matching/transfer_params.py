@@ -101,7 +101,7 @@ def promised(request: Any) -> PrefillHandoff | None:
 
 
 def is_of_another_connector(request: Any) -> bool:
-    """Whether another connector is to bring the prompt of vLLM's ``request``. That ends when it has failed."""
+    """Whether another connector is to bring the prompt of vLLM's ``request``, and has not begun to."""
     params = request.kv_transfer_params
     return isinstance(params, dict) and bool(params.get("do_remote_prefill")) and hints(request).handoff is None
 
