@@ -285,10 +285,10 @@ def model_fingerprint(vllm_config: Any) -> str:
     draft = _draft_model(vllm_config)
     files: list[Path] = []
     try:
-        kinds = _KINDS.get(load.load_format, KINDS)
-        of_parts = [weight_files(where, kinds) if where else [] for *_, where in parts]
+        formats = _KINDS.get(load.load_format, KINDS)
+        of_parts = [weight_files(where, formats) if where else [] for *_, where in parts]
         if chosen := model.model_weights if model.model_weights != model.model else "":
-            of_parts[0] = _chosen_weights(Path(chosen).expanduser(), kinds)
+            of_parts[0] = _chosen_weights(Path(chosen).expanduser(), formats)
         if load.load_format not in FROM_FILES:
             words = f"of load format {load.load_format}"
         elif not all(of_parts):

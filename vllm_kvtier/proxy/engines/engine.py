@@ -22,7 +22,7 @@ from vllm_kvtier.proxy.engines.engine_http import (
     certificates,
     read_key,
 )
-from vllm_kvtier.proxy.engines.refusals import FULL, LACKS, Lacking, Wants
+from vllm_kvtier.proxy.engines.refusals import FULL, LACKS, LACKS_AT_ONCE, Lacking, Wants
 from vllm_kvtier.proxy.messages.transfer_params import Source, TransferParams
 
 logger = get_logger(__name__)
@@ -229,7 +229,7 @@ class Engine:
         """It answered 4xx or 5xx to a request that another engine served. That, too, may be by the request: a media
         host may refuse one engine and not the other. So after 5xx a probe decides, unless it has served nothing for a
         while."""
-        if status in LACKS:
+        if status in LACKS and status not in LACKS_AT_ONCE:
             self.lacking.add(wants)
         if status in FULL:
             if status >= 500:

@@ -28,7 +28,7 @@ Wants = tuple[str, str] | None
 
 
 def may_be_served_elsewhere(status: int) -> bool:
-    return status in (*LACKS, 429) or status >= 500
+    return status in (*LACKS, *FULL) or status >= 500
 
 
 class Lacking:
