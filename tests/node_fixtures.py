@@ -171,7 +171,7 @@ class Memory:
 
 
 class Node(NamedTuple):
-    first: Engine  # "A": loads whatever the store has
+    first: Engine  # "A": loads whatever the store has, however slow the machine is
     second: Engine  # "B": loads what is expected to arrive before it could be computed
     single: Engine  # "S", without a connector: what it answers greedily is right
     store: NodeStore
@@ -217,15 +217,13 @@ def node(model_path, log_dir, plain) -> Iterator[Node]:
 
         store = store_in(folder)
 
-        def engine(name: str, extra: dict, *args: str) -> Engine:
+        def engine(name: str, extra: dict) -> Engine:
             kv = kvtier({**OPTIONS, "endpoint_port": free_port(), **extra})
-            env, mine = store_env(folder), {**flags, "args": (*flags["args"], *args)}
+            args = (*flags["args"], *publishing(events_of(store, name), events_of(store, f"{name}-replay")))
+            env, mine = store_env(folder), {**flags, "args": args}
             return Engine(model_path, name=f"node-{name}", kv=kv, log_dir=log_dir, env=env, **mine)
 
-        engines = [
-            engine("A", {"load_policy": "always"}, *publishing(events_of(store, "A"), events_of(store, "A-replay"))),
-            engine("B", {}, *publishing(events_of(store, "B"), events_of(store, "B-replay"))),
-        ]
+        engines = [engine("A", {"load_policy": "always", "sync_load_ms": 10_000}), engine("B", {})]
         start_missing([*engines, plain])
         yield Node(*engines, plain, store, {})
         kill_all(engines)

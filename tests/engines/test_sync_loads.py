@@ -135,31 +135,3 @@ async def test_sync_load_client_leaving_before_verification_leaks_nothing(node: 
             await nodes.asked(node.first, prompt)  # whatever it finds
             await nodes.nothing_left(node.first)
             await nodes.reset(node.first)
-
-
-async def test_sync_load_beside_generating_requests(node: Node, nodes):
-    """A brief load among others is waited for by the step that computes on it, too; if it is bad, it alone is taken
-    back, and what the others are answered is right."""
-    rng = seeded("among others")
-    generating = [random_tokens(rng, 40) for _ in range(3)]
-    await asyncio.gather(*(nodes.truth(prompt, 500) for prompt in generating))
-    with node.store.memory() as memory:
-        prompts = [random_tokens(rng, 100) for _ in range(6)]  # so short that nothing need be measured first
-        slots = [await kept(nodes, memory, prompt) for prompt in prompts]
-        await asyncio.gather(*map(nodes.truth, prompts))
-        for at in (1, 4):
-            spoil(memory, slots[at][at // 2])
-        before = await loads(nodes, "ok"), await loads(nodes, "failed")
-        others = [asyncio.create_task(nodes.asked(node.first, prompt, 500)) for prompt in generating]
-
-        async def all_generate() -> bool:
-            return await nodes.metric(node.first, "vllm:num_requests_running") == len(others)
-
-        await nodes.until(all_generate, 10, "three requests run")
-        replies = [await nodes.asked(node.first, prompt) for prompt in prompts]
-        assert not any(task.done() for task in others), "the others generate all the time"
-        await asyncio.gather(*others)
-        after = await loads(nodes, "ok"), await loads(nodes, "failed")
-    assert [reply.pulled for reply in replies] == [0 if i in (1, 4) else 96 for i in range(6)]
-    ok, failed = [a[0] - b[0] for a, b in zip(after, before, strict=True)]
-    assert 0 < ok <= 4 and 0 < failed <= 2, "the others are asynchronous: a busy machine took long for those before"
