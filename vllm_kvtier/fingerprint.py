@@ -96,12 +96,26 @@ def changed_since(moment: int, model: str, revision: str | None, files: Sequence
         return later and state.st_dev not in processes
 
     if not path.exists():  # a hub's snapshot never changes, but a revision's name may mean another one now
-        snapshots = next((each for each in files[0].parents if each.name == "snapshots"), files[0].parents[1])
-        name = snapshots.parent / "refs" / (revision or "main")
-        return name.exists() and changed(os.stat(name))
+        return any(_renamed(changed, revision or "main", each) for each in files)
     parts = [each for folder in _part_folders(path) for each in (folder, folder.parent)]
     looked = [*files, path, *parts, *path.glob("*.json"), *path.glob("*.py")]
     return any(changed(os.stat(each)) or _moved(changed, each.absolute()) for each in looked)
+
+
+def _renamed(changed: Callable[[os.stat_result], bool], revision: str, file: Path) -> bool:
+    """Whether this revision's name may have meant another snapshot of the hub, with another such file or with weights
+    but without it. The hub library before 1.31 writes the name anew at each download, also if it means the same."""
+    own = next((each for each in file.parents if each.parent.name == "snapshots"), file.parent)
+    name = own.parents[1] / "refs" / revision
+    if not name.exists() or not changed(os.stat(name)):
+        return False
+    if name.read_text("utf-8", "replace").strip() != own.name:
+        return True
+    others = {each: each / file.relative_to(own) for each in own.parent.iterdir() if each != own}
+    return any(
+        os.path.realpath(other) != os.path.realpath(file) and (os.path.lexists(other) or bool(weight_files(snapshot)))
+        for snapshot, other in others.items()
+    )
 
 
 def _moved(changed: Callable[[os.stat_result], bool], path: Path) -> bool:

@@ -565,6 +565,43 @@ def test_model_fingerprint_of_hub_name_with_moved_revision_is_unique(tmp_path, f
     assert ns.model_fingerprint(fixed) == before
 
 
+def test_model_fingerprint_of_hub_name_whose_revision_is_written_anew(tmp_path, folder, monkeypatch):
+    """As the hub library before 1.31 does at each download: unique only if another snapshot has other files."""
+    hub = tmp_path / "models--org--model"
+    (hub / "refs").mkdir(parents=True)
+    shutil.copytree(folder, snapshot := hub / "snapshots" / ("2" * 40))
+    (hub / "refs" / "main").write_text("2" * 40)
+    monkeypatch.setattr(ns, "model_folder", lambda *_: snapshot)
+    before = ns.model_fingerprint(model("org/model"))
+
+    def same() -> bool:
+        starts_now(monkeypatch)
+        (hub / "refs" / "main").write_text("2" * 40)
+        return ns.model_fingerprint(model("org/model")) == before
+
+    assert same()
+    (older := hub / "snapshots" / ("1" * 40)).mkdir()
+    (older / "README.md").write_text("only that")
+    assert same()
+    for file in snapshot.iterdir():  # they are links to the same blobs in the hub's cache
+        (older / file.name).symlink_to(file)
+    assert same()
+    (older / "model.safetensors").unlink()
+    assert same(), "no weights"
+    (older / "model-00001-of-00001.safetensors").write_bytes(b"1" * 10_000)
+    assert not same()
+    (older / "model-00001-of-00001.safetensors").unlink()
+    (older / "model.safetensors").write_bytes(b"1" * 10_000)
+    assert not same()
+    shutil.rmtree(older)
+    shutil.copytree(snapshot, older, copy_function=lambda file, link: os.symlink(file, link))
+    (snapshot / "modeling.py").write_text("a = 2")
+    (older / "modeling.py").write_text("a = 1")
+    assert same(), "it is not run"
+    hf = model("org/model", trust_remote_code=True)
+    assert ns.model_fingerprint(hf) != ns.model_fingerprint(hf)
+
+
 def test_process_start_is_own_start_time(monkeypatch):
     """Not when the machine was, or the process that it was forked from."""
     ask = "from vllm_kvtier import fingerprint; print(fingerprint.process_start())"

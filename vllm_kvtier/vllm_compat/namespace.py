@@ -318,6 +318,7 @@ def model_fingerprint(vllm_config: Any) -> str:
                 read += [(*parts[0][:2], [config_file])] if config_file and config_file.exists() else []
             if draft and (found := model_folder(draft.model, draft.revision, load.download_dir)):
                 read += [(draft.model, draft.revision, own)] if (own := weight_files(found)) else []
+            read += [(*parts[0][:2], described)] if described else []
             if any(changed_since(process_start(), *each) for each in read + code):
                 files, words = [], "in files, or on a path, that changed after this process had started"
     except OSError as error:
