@@ -602,6 +602,18 @@ def test_model_fingerprint_of_hub_name_whose_revision_is_written_anew(tmp_path, 
     assert ns.model_fingerprint(hf) != ns.model_fingerprint(hf)
 
 
+def test_model_fingerprint_depends_on_quantization_file_that_vllm_reads(folder):
+    """Not if config.json says it: such a file is in some downloads of the same model only."""
+    own = {"quantization_config": {"quant_method": "gptq"}}
+    found = {}
+    for content in ("", '{"bits": 4}', '{"bits": 8}'):
+        if content:
+            (folder / "quantize_config.json").write_text(content)
+        found[content] = [ns.model_fingerprint(model(folder, hf=hf)) for hf in (None, own)]
+    assert len({without for without, _ in found.values()}) == 3
+    assert len({said for _, said in found.values()}) == 1
+
+
 def test_process_start_is_own_start_time(monkeypatch):
     """Not when the machine was, or the process that it was forked from."""
     ask = "from vllm_kvtier import fingerprint; print(fingerprint.process_start())"

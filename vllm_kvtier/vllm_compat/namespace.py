@@ -269,9 +269,12 @@ def model_fingerprint(vllm_config: Any) -> str:
     load = vllm_config.load_config
     path = Path(model.model).expanduser()
     folder = path if path.is_file() else model_folder(model.model, model.revision, load.download_dir)
-    config = json.dumps(_configuration(vllm_config, folder), sort_keys=True, default=str)
+    fields = _configuration(vllm_config, folder)
+    config = json.dumps(fields, sort_keys=True, default=str)
     digest.update(config.encode())
     kinds = [*(_MEDIA_FILES if model.multimodal_config is not None else ()), *(["*.py"] * model.trust_remote_code)]
+    if "quantization_config" not in fields:  # vLLM may read it from a file of its own
+        kinds.append("*quant*config.json")
     described = [file for kind in kinds if folder for file in sorted(folder.glob(kind))]
     texts = [each.read_text("utf-8", "replace") for each in described if each.suffix == ".json"]
     code = _code_elsewhere(vllm_config, [config, *texts])
