@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm.v1.core import kv_cache_utils
 
@@ -238,10 +238,9 @@ def _configuration(vllm_config: Any, folder: Path | None) -> dict[str, Any]:
     return quantized | (found if mistral else found["config.json"])
 
 
-def _code_elsewhere(vllm_config: Any, texts: list[str]) -> list[tuple[str, str | None, list[Path]]]:
+def _code_elsewhere(model: Any, texts: list[str]) -> list[tuple[str, str | None, list[Path]]]:
     """(repository or folder, revision, its files) of code that vLLM may run for this model and that is not in its
     folder, as these files of JSON say. What is not on this machine was not run: vLLM has classes for many models."""
-    model = vllm_config.model_config
     revision = dict(changed(model)).get("code_revision")
     names = {name for text in texts for name in _CODE.findall(text)} if model.trust_remote_code else set()
     folders = [(name, model_folder(name, revision)) for name in sorted(names - {model.model})]
@@ -259,78 +258,134 @@ def _chosen_weights(path: Path, kinds: Sequence[str]) -> list[Path]:
     return sorted({*path.parent.glob(shards), *path.parent.glob("*mmproj*.gguf")})
 
 
+class _Part(NamedTuple):
+    """A model, or one whose weights are parts of another's."""
+
+    name: str
+    revision: str | None
+    folder: Path | None  # or its file
+    weights: list[Path]
+
+
+class _ModelFiles:
+    """All files that a model's KV depends on."""
+
+    def __init__(self, vllm_config: Any):
+        self._config = vllm_config
+        self._model, self._load = model, load = vllm_config.model_config, vllm_config.load_config
+        path = Path(model.model).expanduser()
+        self._folder = path if path.is_file() else model_folder(model.model, model.revision, load.download_dir)
+        fields = _configuration(vllm_config, self._folder)
+        self._text = json.dumps(fields, sort_keys=True, default=str)
+        kinds = [*(_MEDIA_FILES if model.multimodal_config is not None else ()), *(["*.py"] * model.trust_remote_code)]
+        if "quantization_config" not in fields:  # vLLM may read it from a file of its own
+            kinds.append("*quant*config.json")
+        # What describes the model beside its configuration.
+        self._described = [file for kind in kinds if self._folder for file in sorted(self._folder.glob(kind))]
+        texts = [each.read_text("utf-8", "replace") for each in self._described if each.suffix == ".json"]
+        self._code = _code_elsewhere(model, [self._text, *texts])
+
+    def configuration(self) -> "hashlib._Hash":
+        """Digest of all that is no weight."""
+        digest = hashlib.blake2b(self._text.encode(), digest_size=16)
+        for file in [*self._described, *(file for *_, files in self._code for file in files)]:
+            digest.update(f"|{file.name}|".encode() + hashlib.blake2b(file.read_bytes()).digest())
+        return digest
+
+    def weights(self) -> tuple[bytes, str]:
+        """Their digest, empty if they are not known to be those that vLLM loaded; and what to call them. Raises
+        OSError."""
+        if self._load.load_format not in FROM_FILES:
+            return b"", f"of load format {self._load.load_format}"
+        parts = self._parts()
+        if not all(part.weights for part in parts):
+            return b"", "not in local files"
+        more = self._beside(parts)
+        files = [file for part in parts for file in part.weights] + [file for beside in more for file in beside]
+        folders = [folder for folder in (*(part.folder for part in parts), self._hub_folder()) if folder]
+        digest = hashlib.blake2b(digest_size=8)
+        for file, found in zip(files, file_digests(files), strict=True):
+            where = next((each for each in folders if each in file.parents), file.parent)
+            digest.update(f"{file.relative_to(where)}|{found}|".encode())
+        # vLLM loaded them after this process began. Checked last: a later change was not read here either.
+        if self._may_have_changed(parts, more):
+            return b"", "in files, or on a path, that changed after this process had started"
+        return digest.digest(), f"{digest.hexdigest()}, {len(files)} file{'s' * (len(files) != 1)}"
+
+    def draft(self) -> str:
+        """Names a draft model, whose KV is stored and moved with the target's; "" if there is none."""
+        draft = _draft_model(self._config)
+        if draft is None:
+            return ""
+        return of_files(draft.model, draft.revision, self._load.download_dir) or f"{draft.model} {draft.revision}"
+
+    def _parts(self) -> list[_Part]:
+        """The model itself, then others."""
+        model, load = self._model, self._load
+        kinds = _KINDS.get(load.load_format, KINDS)
+        chosen, folder = self._chosen(), self._folder
+        own = weight_files(folder, kinds) if folder else []
+        parts = [_Part(model.model, model.revision, folder, _chosen_weights(chosen, kinds) if chosen else own)]
+        for other in [getattr(model.hf_config, field, None) for field in _OTHER_MODELS]:
+            if other:
+                found = model_folder(other, None, load.download_dir)
+                parts.append(_Part(other, None, found, weight_files(found, kinds) if found else []))
+        return parts
+
+    def _chosen(self) -> Path | None:
+        """Where the weights are, if not in the model's folder, or not all that are there."""
+        model = self._model
+        named = model.model_weights and model.model_weights != model.model
+        return Path(model.model_weights).expanduser() if named else None
+
+    def _hub_folder(self) -> Path | None:
+        """The rest of a model of the hub, of which vLLM has only the weights in another directory."""
+        hub = model_folder(self._model.model, self._model.revision) if self._load.download_dir else None
+        return None if hub == self._folder else hub
+
+    def _beside(self, parts: list[_Part]) -> list[list[Path]]:
+        """What else the weights of each part depend on."""
+        task = str(getattr(self._model.hf_config, "jina_task", ""))
+        more = [other_files(part.folder, part.weights, task) if part.folder else [] for part in parts]
+        if hub := self._hub_folder():
+            more[0] += other_files(hub, (), task)
+        for beside, part in list(zip(more, parts, strict=True))[1:]:
+            kinds = "config.json", *_MEDIA_FILES
+            beside += [file for kind in kinds if part.folder for file in sorted(part.folder.glob(kind))]
+        return more
+
+    def _may_have_changed(self, parts: list[_Part], more: list[list[Path]]) -> bool:
+        """Whether vLLM may have read other files than these, or others of the rest."""
+        model, chosen, folder = self._model, self._chosen(), self._folder
+        read = [(part.name, part.revision, [*part.weights, *beside]) for part, beside in zip(parts, more, strict=True)]
+        if chosen:
+            read[0] = str(chosen), None, parts[0].weights
+        described = list(self._described)
+        if chosen and folder and (folder / "config.json").exists():
+            described.append(folder / "config.json")
+        read += [(model.model, model.revision, described)] if described else []
+        draft = _draft_model(self._config)
+        if draft and (found := model_folder(draft.model, draft.revision, self._load.download_dir)):
+            read += [(draft.model, draft.revision, files)] if (files := weight_files(found)) else []
+        return any(changed_since(process_start(), *each) for each in read + self._code)
+
+
 def model_fingerprint(vllm_config: Any) -> str:
     """Digest of the model's files: configuration and weights, also of models that are parts of it, the processors'
     configuration if it takes media, its own code if it has any, and the files of a draft model that keeps KV. Random if
     the weights are not known to be those of files on this machine: KV of such a model is not shared unless the option
     model_fingerprint names it."""
-    model = vllm_config.model_config
-    digest = hashlib.blake2b(digest_size=16)
-    load = vllm_config.load_config
-    path = Path(model.model).expanduser()
-    folder = path if path.is_file() else model_folder(model.model, model.revision, load.download_dir)
-    fields = _configuration(vllm_config, folder)
-    config = json.dumps(fields, sort_keys=True, default=str)
-    digest.update(config.encode())
-    kinds = [*(_MEDIA_FILES if model.multimodal_config is not None else ()), *(["*.py"] * model.trust_remote_code)]
-    if "quantization_config" not in fields:  # vLLM may read it from a file of its own
-        kinds.append("*quant*config.json")
-    described = [file for kind in kinds if folder for file in sorted(folder.glob(kind))]
-    texts = [each.read_text("utf-8", "replace") for each in described if each.suffix == ".json"]
-    code = _code_elsewhere(vllm_config, [config, *texts])
-    for file in [*described, *(file for *_, files in code for file in files)]:
-        digest.update(f"|{file.name}|".encode() + hashlib.blake2b(file.read_bytes()).digest())
+    files = _ModelFiles(vllm_config)
+    digest = files.configuration()
     configured = digest.hexdigest()[:16]
-    weights = hashlib.blake2b(digest_size=8)
-    parts = [(model.model, model.revision, folder)]
-    for other in [getattr(model.hf_config, field, None) for field in _OTHER_MODELS]:
-        parts += [(other, None, model_folder(other, None, load.download_dir))] if other else []
-    draft = _draft_model(vllm_config)
-    files: list[Path] = []
     try:
-        formats = _KINDS.get(load.load_format, KINDS)
-        of_parts = [weight_files(where, formats) if where else [] for *_, where in parts]
-        if chosen := model.model_weights if model.model_weights != model.model else "":
-            of_parts[0] = _chosen_weights(Path(chosen).expanduser(), formats)
-        if load.load_format not in FROM_FILES:
-            words = f"of load format {load.load_format}"
-        elif not all(of_parts):
-            words = "not in local files"
-        else:
-            own = [file for part in of_parts for file in part]
-            folders = [part[2] for part in parts]
-            task = str(getattr(model.hf_config, "jina_task", ""))
-            beside = zip(folders, of_parts, strict=True)
-            others = [other_files(where, files, task) if where else [] for where, files in beside]
-            if load.download_dir and (hub := model_folder(model.model, model.revision)) not in (None, folder):
-                others[0] += other_files(hub, (), task)  # vLLM has only the weights in that directory
-                folders.append(hub)
-            more = [file for part in others for file in part]
-            configs = "config.json", *_MEDIA_FILES
-            more += [file for where in folders[1 : len(parts)] for kind in configs for file in sorted(where.glob(kind))]
-            files = own + more
-            for file, found in zip(files, file_digests(files), strict=True):
-                where = next((each for each in folders if each in file.parents), file.parent)
-                weights.update(f"{file.relative_to(where)}|{found}|".encode())
-            words = f"{weights.hexdigest()}, {len(files)} file{'s' * (len(files) != 1)}"
-            # vLLM loaded them after this process began. Checked last: a later change was not read here either.
-            read = [(*part[:2], own + more) for part, own, more in zip(parts, of_parts, others, strict=True)]
-            if chosen:
-                read[0] = chosen, None, of_parts[0]
-                config_file = folder / "config.json" if folder else None
-                read += [(*parts[0][:2], [config_file])] if config_file and config_file.exists() else []
-            if draft and (found := model_folder(draft.model, draft.revision, load.download_dir)):
-                read += [(draft.model, draft.revision, own)] if (own := weight_files(found)) else []
-            read += [(*parts[0][:2], described)] if described else []
-            if any(changed_since(process_start(), *each) for each in read + code):
-                files, words = [], "in files, or on a path, that changed after this process had started"
+        weights, words = files.weights()
     except OSError as error:
-        files, words = [], f"that cannot be read ({error})"
-    if files:
-        digest.update(weights.digest())
-        if draft is not None:  # its KV is stored and moved with the target's
-            found = of_files(draft.model, draft.revision, load.download_dir) or f"{draft.model} {draft.revision}"
-            digest.update(f"|draft {found}".encode())
+        weights, words = b"", f"that cannot be read ({error})"
+    if weights:
+        digest.update(weights)
+        if draft := files.draft():
+            digest.update(f"|draft {draft}".encode())
         name = digest.hexdigest()
     else:
         name = _own_name()
