@@ -89,7 +89,10 @@ ROOTS = {
     "vllm_compat/layout/token_scale.py": {
         "vllm_config": VLLM, "impl": "vllm.v1.attention.backends.triton_attn:TritonAttentionImpl",
     },
-    "vllm_compat/namespace.py": {"vllm_config": VLLM},
+    "vllm_compat/namespace.py": {
+        "vllm_config": VLLM, "model": f"{CONFIG}:ModelConfig",
+        "self._model": f"{CONFIG}:ModelConfig", "self._load": f"{CONFIG}:LoadConfig",
+    },
     "vllm_compat/options.py": {"vllm_config": VLLM, "part": NONE, "option": NONE, "value": NONE},
     "vllm_compat/requests.py": {"request": REQUEST, "lora": LORA, "hash_fn": NONE},
     "vllm_compat/sleep.py": {"vllm_config": VLLM, "method": NONE, "self": NONE},

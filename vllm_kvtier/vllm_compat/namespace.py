@@ -339,7 +339,7 @@ class _ModelFiles:
         return Path(model.model_weights).expanduser() if named else None
 
     def _hub_folder(self) -> Path | None:
-        """The rest of a model of the hub, of which vLLM has only the weights in another directory."""
+        """Where the rest of a model of the hub is, if vLLM has its weights in another directory."""
         hub = model_folder(self._model.model, self._model.revision) if self._load.download_dir else None
         return None if hub == self._folder else hub
 
