@@ -1,5 +1,6 @@
 """Whoever finds no store starts one, once, with a life of its own; and the commands that talk to it."""
 
+import errno
 import fcntl
 import json
 import os
@@ -228,6 +229,19 @@ def test_store_start_is_not_blocked_by_a_process_forked_meanwhile(path, monkeypa
         os.close(write_end)
         os.close(read_end)
         os.waitpid(pids[0], 0)
+
+
+def test_store_start_without_locks_leaks_nothing(path, monkeypatch):
+    """A file system without them; engines try again each minute."""
+
+    def none(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(launcher.fcntl, "flock", none)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError, match=os.strerror(errno.ENOLCK)):
+        start_store(path, SMALL)
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_store_slow_start_does_not_block_engine(path, tmp_path, monkeypatch):

@@ -112,6 +112,22 @@ def test_store_lock_file_removed_while_it_is_taken_is_made_again(tmp_path, monke
     server.stop()
 
 
+def test_store_starts_in_a_full_directory(tmp_path, monkeypatch):
+    """Socket and lock need no space, and the process id in the lock is only to wait for its end."""
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(listen_socket.os, "pwrite", full)
+    server = make(tmp_path / "s.sock")
+    try:
+        assert_serves(server)
+        with pytest.raises(ServedAlready, match="pid unknown"):
+            StoreServer(server.path, StoreOptions(size="1MiB"))
+    finally:
+        server.stop()
+
+
 def test_store_path_of_regular_file_raises(tmp_path):
     path = tmp_path / "precious"
     path.write_text("data")

@@ -67,10 +67,12 @@ def start_store(path: str, options: StoreOptions, timeout: float = 30.0) -> None
         raise KVTierError(f"the node store could not be started: {error}") from error
     try:
         fcntl.flock(starting, fcntl.LOCK_EX)
-        if not serves(path):
-            _start(path, options, timeout)
+        try:
+            if not serves(path):
+                _start(path, options, timeout)
+        finally:
+            fcntl.flock(starting, fcntl.LOCK_UN)  # a process that was forked meanwhile has the descriptor, too
     finally:
-        fcntl.flock(starting, fcntl.LOCK_UN)  # a process that was forked meanwhile has the descriptor, too
         os.close(starting)
 
 

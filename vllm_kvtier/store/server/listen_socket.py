@@ -5,6 +5,7 @@ import os
 import select
 import socket
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 from vllm_kvtier.errors import KVTierError
@@ -98,4 +99,5 @@ def listen(path: str) -> socket.socket:
 
 def sign(lock: int) -> None:
     """Write this process's id into the lock; a new store reads it to wait for the process's end."""
-    os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+    with suppress(OSError):  # the file system is full
+        os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
