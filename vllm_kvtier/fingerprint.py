@@ -1,6 +1,7 @@
 """A model's identity, read from its files: equal for an engine that serves it and a tool that measured it. Any
 thread."""
 
+import functools
 import hashlib
 import json
 import os
@@ -99,7 +100,19 @@ def changed_since(moment: int, model: str, revision: str | None, files: Sequence
         return any(_renamed(changed, revision or "main", each) for each in files)
     parts = [each for folder in _part_folders(path) for each in (folder, folder.parent)]
     looked = [*files, path, *parts, *path.glob("*.json"), *path.glob("*.py")]
-    return any(changed(os.stat(each)) or _moved(changed, each.absolute()) for each in looked)
+    states = [state for each in looked if has_own_times(state := os.stat(each))]
+    return any(map(changed, states)) or any(_moved(changed, each.absolute()) for each in looked)
+
+
+def has_own_times(state: os.stat_result) -> bool:
+    """False for a folder in a bucket that is mounted (gcsfuse, blobfuse2): it has the time of a look at it, as both of
+    its times."""
+    return not (stat.S_ISDIR(state.st_mode) and state.st_ctime_ns == state.st_mtime_ns and _is_fuse(state.st_dev))
+
+
+@functools.lru_cache(256)
+def _is_fuse(device: int) -> bool:
+    return device in _devices(("fuse",))
 
 
 def _renamed(changed: Callable[[os.stat_result], bool], revision: str, file: Path) -> bool:
@@ -122,6 +135,7 @@ def _moved(changed: Callable[[os.stat_result], bool], path: Path) -> bool:
     """Whether a link on the path may lead elsewhere now, or a folder on it may have been renamed."""
     return any(
         changed(state)
+        and has_own_times(state)
         # Renaming a folder changes it and its parent; new entries in it change it alone.
         and (stat.S_ISLNK(state.st_mode) or (step != step.parent and changed(os.stat(step.parent))))
         for step, state in steps(path)
@@ -129,11 +143,11 @@ def _moved(changed: Callable[[os.stat_result], bool], path: Path) -> bool:
 
 
 def _devices(kinds: Collection[str]) -> set[int]:
-    """Mounted file systems of these kinds, by ``st_dev``."""
+    """Mounted file systems of these kinds ("fuse" for each "fuse.NAME"), by ``st_dev``."""
     found = set()
     for line in Path("/proc/self/mountinfo").read_text("utf-8", "replace").splitlines():
         mount, _, source = line.partition(" - ")
-        if source.split()[0] in kinds:
+        if source.split()[0].partition(".")[0] in kinds:
             found.add(os.makedev(*map(int, mount.split()[2].split(":"))))
     return found
 

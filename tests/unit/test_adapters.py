@@ -12,6 +12,7 @@ import pytest
 from support import eventually
 from vllm.lora.request import LoRARequest
 
+from vllm_kvtier import fingerprint
 from vllm_kvtier.vllm_compat import adapters as adapters_module
 from vllm_kvtier.vllm_compat import requests as vr
 from vllm_kvtier.vllm_compat.adapters import AWAITED, Adapters
@@ -126,6 +127,18 @@ def test_admit_changed_files_are_unknown_until_cache_is_empty(tmp_path, caplog):
     adapters.cache_is_empty(cache)
     after = known(adapters, lora(folder))
     assert after == fresh(folder) and after not in (None, before)
+
+
+def test_admit_adapter_in_a_bucket_whose_folder_always_looks_new_stays_known(tmp_path, monkeypatch):
+    """blobfuse2 gives a folder the time of the look at it; the times of files are those of the last change."""
+    folder, adapters = files(tmp_path / "a"), Adapters()
+    monkeypatch.setattr(fingerprint, "_is_fuse", lambda device: True)
+    before = loaded(adapters, lora(folder))
+    (folder / "another").touch()
+    (folder / "another").unlink()
+    assert known(adapters, lora(folder)) == before is not None
+    files(folder, weights=b"v" * 5000)
+    assert known(adapters, lora(folder)) is None
 
 
 def test_admit_replaced_adapter_is_known_after_every_cache_was_empty(tmp_path):

@@ -533,6 +533,20 @@ def test_model_fingerprint_allows_for_a_file_servers_clock(folder, monkeypatch, 
         assert (ns.model_fingerprint(model(folder)) == before) is same
 
 
+@pytest.mark.parametrize("in_bucket", [True, False])
+def test_model_fingerprint_ignores_times_of_folders_in_buckets(folder, monkeypatch, in_bucket):
+    """gcsfuse and blobfuse2 give a folder the time of a look at it; other FUSE systems know when one was renamed."""
+    monkeypatch.setattr(fingerprint, "_is_fuse", lambda device: in_bucket)
+    before = ns.model_fingerprint(model(folder))
+    starts_now(monkeypatch)
+    (folder / "another").touch()
+    (folder / "another").unlink()
+    assert (ns.model_fingerprint(model(folder)) == before) is in_bucket
+    starts_now(monkeypatch)
+    folder.rename(folder.parent / "meanwhile").rename(folder)
+    assert ns.model_fingerprint(model(folder)) != before
+
+
 def test_model_fingerprint_ignores_changes_beside_the_folder(tmp_path, folder, monkeypatch):
     before = ns.model_fingerprint(model(folder))
     starts_now(monkeypatch)

@@ -343,6 +343,32 @@ def test_pool_memory_without_huge_pages_uses_small_ones():
         PoolMemory(4 * MIB, huge_pages="always")
 
 
+def test_pool_memory_of_container_that_may_have_no_huge_page_uses_small_ones(monkeypatch):
+    """Kubernetes' limit for a pod that asks for none: the pages are free and can be mapped, and the first use fails."""
+    made, make, allocate = [], pool_memory._make, os.posix_fallocate
+
+    def fake(nbytes: int, flags: int) -> int:
+        made.append((make(nbytes, 0), bool(flags)))
+        return made[-1][0]
+
+    def refused(fd: int, start: int, nbytes: int) -> None:
+        if (fd, True) in made:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        allocate(fd, start, nbytes)
+
+    monkeypatch.setattr(pool_memory, "free_huge_pages", lambda: 100)
+    monkeypatch.setattr(pool_memory, "_make", fake)
+    monkeypatch.setattr(os, "posix_fallocate", refused)
+    with pytest.raises(KVTierError, match=os.strerror(errno.ENOSPC)):
+        PoolMemory(4 * MIB, huge_pages="always")
+    made.clear()
+    pool = PoolMemory(4 * MIB, huge_pages="auto")
+    assert [huge for _, huge in made] == [True, False] and not pool.huge_pages
+    made.clear()
+    assert run_to_end(pool)[-1] == (4 * MIB, 4 * MIB)
+    pool.close()
+
+
 def test_pool_memory_interleave_works_with_one_numa_node():
     assert pool_memory.memory_nodes() == [] or 0 in pool_memory.memory_nodes()
     pool = PoolMemory(MIB, interleave=True)

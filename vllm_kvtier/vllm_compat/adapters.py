@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 from vllm.v1.core import kv_cache_utils
 
 from vllm_kvtier.file_digests import file_digests
-from vllm_kvtier.fingerprint import model_folder, steps
+from vllm_kvtier.fingerprint import has_own_times, model_folder, steps
 from vllm_kvtier.logs import get_logger
 from vllm_kvtier.vllm_compat.probe.features import granted
 from vllm_kvtier.vllm_compat.probe.row import Feature
@@ -73,14 +73,15 @@ _WEIGHTS = ("adapter_model.", "new_embeddings.")
 
 def _signature(folder: Path) -> Signature | None:
     """``stat`` of the folder and the links that lead there, named "", and of the files that vLLM reads in it; None if
-    there are no weights or they cannot be looked at."""
+    there are no weights or they cannot be looked at. A folder in a bucket is left out."""
     try:
         with os.scandir(folder) as entries:
             names = sorted(e.name for e in entries if e.name.startswith(("adapter_config.json", *_WEIGHTS)))
         if not any(name.startswith(_WEIGHTS[0]) for name in names):
             return None
-        links = [state for _, state in steps(folder) if stat.S_ISLNK(state.st_mode)]
-        states = [("", os.stat(folder)), *(("", link) for link in links), *((n, os.stat(folder / n)) for n in names)]
+        places = [state for state in [os.stat(folder)] if has_own_times(state)]
+        places += [state for _, state in steps(folder) if stat.S_ISLNK(state.st_mode)]
+        states = [*(("", place) for place in places), *((name, os.stat(folder / name)) for name in names)]
     except OSError:
         return None
     return tuple((name, s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for name, s in states)

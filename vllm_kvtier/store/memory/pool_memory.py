@@ -103,6 +103,7 @@ class PoolMemory:
                 self.fd = _make(rounded, os.MFD_HUGETLB | _MFD_HUGE_2MB)
                 # Mapping it once reserves the pages for this file until their first use.
                 mmap.mmap(self.fd, rounded).close()
+                os.posix_fallocate(self.fd, 0, HUGE_PAGE)  # a container's limit shows at the first use only
                 self.huge_pages, self.nbytes, self.usable = True, rounded, rounded
                 return
             except OSError as error:
