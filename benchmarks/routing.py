@@ -183,7 +183,7 @@ class Simulation:
         self._order = itertools.count()
         addresses = tuple(EngineAddress(f"http://engine:{i + 1}", events="x:1") for i in range(options.engines))
         config = ProxyConfig(decode=addresses, routing_policy=policy, engine_requests=0)
-        self.fleet = Fleet(lambda engine: None, lambda engine: None)
+        self.fleet = Fleet(lambda engine: None, lambda engine: None, lambda role, wants: None)
         self.fleet.apply(config, probe_on_start=False)
         self.prefixes = PrefixMemory(config.max_prefixes)
         self.routes = RouteTable(config.max_conversations, config.conversation_ttl, lambda: self.time)

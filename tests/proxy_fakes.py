@@ -100,8 +100,9 @@ class Seen:
 class FakeEngine:
     """Behaves like vLLM with the connector, as seen by the proxy.
 
-    ``status``: of generation requests. ``health``: of /health, ``health_hold``: as ``hold``, for it. ``hold``: if
-    set, generation waits for it before the headers. ``gate``: if set, each streamed chunk takes one permit.
+    ``status``: of generation requests; ``refuses``: another one, at once, by their model. ``health``: of /health,
+    ``health_hold``: as ``hold``, for it. ``hold``: if set, generation waits for it before the headers. ``gate``: if
+    set, each streamed chunk takes one permit.
     ``stream_params``: put params on the last chunk (vLLM 0.33). ``null_params``: put nulls on the other chunks, as
     vLLM 0.33 does. ``kv_port``: of a real endpoint that its params name; otherwise they name none.
     ``tokenize_status``, ``tokenize_hold``: as the first two, for /tokenize, whose tokens are the prompt's bytes.
@@ -113,6 +114,7 @@ class FakeEngine:
     def __init__(self, name: str):
         self.name = name
         self.status = 200
+        self.refuses: dict[str, int] = {}
         self.health = 200
         self.health_hold: asyncio.Event | None = None
         self.hold: asyncio.Event | None = None
@@ -251,6 +253,8 @@ class FakeEngine:
             self.seen.append(seen)
             async with self.arrived:
                 self.arrived.notify_all()
+            if (status := self.refuses.get(seen.body.get("model"))) is not None:
+                return JSONResponse({"error": {"message": f"{self.name} says {status}"}}, status)
             if self.hold is not None and not await self._held(request, seen):
                 return JSONResponse({}, 499)
             if self.api_key and seen.headers.get("authorization") != f"Bearer {self.api_key}":

@@ -4,10 +4,14 @@ import asyncio
 
 import pytest
 from proxy_fakes import Cluster, alone, turn
+from proxy_queue_harness import ProxyQueue, run_loop
 from test_proxy_following import both_asked, following
 
+from vllm_kvtier.proxy.config import EngineAddress, ProxyConfig
 from vllm_kvtier.proxy.engines.engine import EngineSlot
+from vllm_kvtier.proxy.engines.fleet import Fleet
 from vllm_kvtier.proxy.messages.request_bodies import find_form_field
+from vllm_kvtier.proxy.routing.admission import Choice
 
 
 def preferred(c, role):
@@ -216,6 +220,103 @@ async def test_prompt_of_a_model_that_no_prefill_engine_has_waits_for_none():
         slot = EngineSlot(c.core.prefill[0])
         assert (await c.chat("u1")).status_code == 200 and alone(c.d[0].seen[0])
         slot.release()
+
+
+@pytest.mark.parametrize("status", [403, 404])
+async def test_prompts_that_wait_are_decoded_alone_once_no_prefill_engine_has_their_model(status):
+    """Also when it is tried again after a while. Before them in the queue, others wait for that engine."""
+    async with Cluster(p=1, d=1, queue_timeout=5) as c:
+        fake, engine = c.p[0], c.core.prefill[0]
+        engine.limit, fake.hold, fake.refuses = 1, asyncio.Event(), {"l": status}
+        asked = {"base": [], "l": []}
+
+        async def one_waits(model):
+            number = c.core.admission.waiting("prefill") + 1
+            asked[model].append(asyncio.create_task(c.chat("u", model=model)))
+            await c.until(lambda: c.core.admission.waiting("prefill") == number)
+
+        def end_one():
+            held, fake.hold = fake.hold, asyncio.Event()
+            held.set()
+
+        asked["base"].append(asyncio.create_task(c.chat("u", model="base")))
+        await fake.until_seen(1)
+        for number in (1, 2):
+            for model in ("l", "base", "base", "l", "l"):
+                await one_waits(model)
+            end_one()
+            assert {reply.status_code for reply in await asyncio.gather(*asked["l"])} == {200}
+            assert c.core.admission.waiting("prefill") == engine.outstanding == 1, "base"
+            end_one()
+            await fake.until_seen(1 + 3 * number)
+            assert [seen.body["model"] for seen in fake.seen] == ["base", *["l", "base", "base"] * number]
+            (wants,) = engine.lacking._until
+            engine.lacking._until[wants] -= 31
+        fake.hold.set()
+        assert {reply.status_code for reply in await asyncio.gather(*asked["base"])} == {200}
+        assert [alone(seen) for seen in c.d[0].seen].count(True) == 6
+
+
+async def test_prompt_does_not_wait_for_its_model_after_the_only_prefill_engine_with_it_has_failed():
+    """Though another one is before it in the queue, for the engine that is left."""
+    async with Cluster(p=2, d=1, queue_timeout=5, backoff_initial=60, backoff_max=60) as c:
+        lacking, other = c.core.prefill
+        lacking.lacking.add(("/v1/chat/completions", "l"))
+        lacking.limit = other.limit = 1
+        slots = [EngineSlot(engine) for engine in (lacking, other)]
+        asked = []
+        for model in ("base", "l"):
+            asked.append(asyncio.create_task(c.chat("u", model=model)))
+            await c.until(lambda: c.core.admission.waiting("prefill") == len(asked))
+        other.mark_unavailable("It died.")
+        assert (await asked[1]).status_code == 200 and alone(c.d[0].seen[0]) and not asked[0].done()
+        slots[0].release()
+        assert (await asked[0]).status_code == 200 and len(c.p[0].seen) == 1
+
+
+def test_waiting_requests_are_asked_once_when_no_engine_has_their_model():
+    """Clients make names up, and all engines refuse these again and again."""
+    calls = []
+    fleet = Fleet(lambda engine: None, lambda engine: None, lambda *what: calls.append(what))
+    addresses = tuple(EngineAddress(f"http://d:{n}") for n in (1, 2, 3))
+    fleet.apply(ProxyConfig(decode=addresses), probe_on_start=False)
+    x, y = ("/v1/completions", "x"), ("/v1/completions", "y")
+    first, second, gone = fleet.decode
+    gone.drained = True
+    for engine, wants in [(first, x), (first, None), (second, None), (second, y)]:
+        engine.lacks(wants)
+    assert not calls
+    for _ in range(3):
+        for engine in (second, first):
+            engine.lacking.tried(x)
+            engine.lacks(x)
+    assert calls == [("decode", x)]
+    first.lacking._until[x] -= 31
+    first.lacking.tried(x)
+    assert x in first.lacking and len(calls) == 1, "it may have the model now"
+    for _ in range(3):
+        first.lacks(x)
+    assert calls == [("decode", x)] * 2
+
+
+async def test_only_those_that_want_what_no_engine_has_are_asked_anew():
+    queue, asked = ProxyQueue(), []
+    await queue.full()
+
+    def enter(name):
+        def choose():
+            asked.append(name)
+            return Choice(None)
+
+        return asyncio.create_task(queue.admission.acquire("decode", b"t", choose, 1000.0, ("/v1/completions", name)))
+
+    tasks = [enter(name) for name in "xyxy"]
+    await run_loop()
+    asked.clear()
+    queue.admission.serve_waiting("decode", anew=True, wants=("/v1/completions", "y"))
+    assert asked == ["y", "y"]
+    for task in tasks:
+        task.cancel()
 
 
 async def test_models_that_clients_make_up_are_not_remembered_without_a_limit():

@@ -31,7 +31,7 @@ class World:
 
         options = {"affinity_slack": 2} | options
         config = ProxyConfig(prefill=addresses("prefill", p), decode=addresses("decode", d), **options)
-        self.fleet = Fleet(lambda engine: None, lambda engine: None)
+        self.fleet = Fleet(lambda engine: None, lambda engine: None, lambda role, wants: None)
         self.fleet.apply(config, probe_on_start=False)
         self.prefixes = PrefixMemory(max_prefixes)
         self.router = Router(self.fleet, PrefixHash(self.prefixes, KVEvents(self.fleet)), config)

@@ -58,6 +58,7 @@ class ProxyCore:
         self.fleet = Fleet(
             on_change=lambda engine: self.admission.serve_waiting(engine.role, anew=True),
             on_request_end=lambda engine: self.admission.request_ended(engine.role),
+            on_all_lack=lambda role, wants: self.admission.serve_waiting(role, anew=True, wants=wants),
         )
         self.events = KVEvents(self.fleet)
         self.tokenizer = PromptTokenizer(self.fleet, config, self.answers, self.count)

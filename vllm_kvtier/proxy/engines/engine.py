@@ -73,6 +73,8 @@ class Engine:
         self.can_be_followed = False
         #: Called when its health changes, to serve waiting requests or tell them that none can be served.
         self.on_change: Callable[[Engine], None] = lambda engine: None
+        #: Called when it is found to lack something.
+        self.on_lack: Callable[[Engine, Wants], None] = lambda engine, wants: None
         #: Called when a request has ended here.
         self.on_request_end: Callable[[Engine], None] = lambda engine: None
         self.certificates = certificates(address)
@@ -225,12 +227,16 @@ class Engine:
         if self.lacking.remove(wants):
             self.on_change(self)  # requests may wait for another engine
 
+    def lacks(self, wants: Wants) -> None:
+        if self.lacking.add(wants):
+            self.on_lack(self, wants)
+
     def refused(self, status: int, wants: Wants) -> None:
         """It answered 4xx or 5xx to a request that another engine served. That, too, may be by the request: a media
         host may refuse one engine and not the other. So after 5xx a probe decides, unless it has served nothing for a
         while."""
         if status in LACKS and status not in LACKS_AT_ONCE:
-            self.lacking.add(wants)
+            self.lacks(wants)
         if status in FULL:
             if status >= 500:
                 self.check()

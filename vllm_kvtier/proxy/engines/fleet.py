@@ -10,19 +10,24 @@ from vllm_kvtier.logs import get_logger
 from vllm_kvtier.proxy.config import ROLES, EngineAddress, ProxyConfig
 from vllm_kvtier.proxy.engines.engine import Engine
 from vllm_kvtier.proxy.engines.engine_http import certificates
+from vllm_kvtier.proxy.engines.refusals import Wants
 
 logger = get_logger(__name__)
+
+_Call = Callable[[Engine], None]
 
 
 class Fleet:
     """Empty until ``apply``.
 
     ``on_change(engine)``: its availability changed. ``on_request_end(engine)``: a request ended there.
+    ``on_all_lack(role, wants)``: the last usable engine of the role was found to lack it.
     """
 
-    def __init__(self, on_change: Callable[[Engine], None], on_request_end: Callable[[Engine], None]):
+    def __init__(self, on_change: _Call, on_request_end: _Call, on_all_lack: Callable[[str, Wants], None]):
         self._on_change = on_change
         self._on_request_end = on_request_end
+        self._on_all_lack = on_all_lack
         self._engines: dict[str, list[Engine]] = {role: [] for role in ROLES}
         self._leaving: dict[tuple[str, int], Engine] = {}
         self._closing: set[asyncio.Task[None]] = set()
@@ -92,6 +97,7 @@ class Fleet:
     def _add(self, engine: Engine, probe_on_start: bool) -> None:
         self._catch_up(engine)
         engine.on_change = self._changed
+        engine.on_lack = self._lacks
         engine.on_request_end = self._request_ended
         if probe_on_start:
             engine.probe_in_background()
@@ -111,6 +117,10 @@ class Fleet:
         if engine.usable:
             self._catch_up(engine)
         self._on_change(engine)
+
+    def _lacks(self, engine: Engine, wants: Wants) -> None:
+        if all(wants in other.lacking for other in self._engines[engine.role] if other.usable):
+            self._on_all_lack(engine.role, wants)
 
     def _catch_up(self, engine: Engine) -> None:
         """A new or recovered engine does not make up for the requests that the others got before."""

@@ -36,26 +36,32 @@ class Lacking:
 
     def __init__(self) -> None:
         self._until: dict[tuple[str, str], float] = {}  # monotonic seconds, then a request may try again
+        self._retried: set[tuple[str, str]] = set()  # of these, those that a request tries again, not answered yet
 
     def __contains__(self, wants: Wants) -> bool:
         return wants is not None and self._until.get(wants, 0.0) > time.monotonic()
 
-    def add(self, wants: Wants) -> None:
+    def add(self, wants: Wants) -> bool:
+        """Whether this is news: it has not answered so for a while."""
         if wants is None:
-            return
-        self._until.pop(wants, None)
+            return False
+        news = wants not in self or wants in self._retried
+        self.remove(wants)
         self._until[wants] = time.monotonic() + LACKS_SECONDS
         if len(self._until) > MAX_LACKING:  # clients make names up
-            del self._until[next(iter(self._until))]
+            self.remove(next(iter(self._until)))
+        return news
 
     def tried(self, wants: Wants) -> None:
         """A request that wants this goes there. If that is to try again, no other one does until it is answered."""
-        if wants in self._until:
-            self.add(wants)
+        if wants in self._until and self.add(wants):
+            self._retried.add(wants)
 
     def remove(self, wants: Wants) -> bool:
         """It serves this. Whether it was known to lack it."""
-        return wants is not None and self._until.pop(wants, None) is not None
+        self._retried.discard(wants)
+        return self._until.pop(wants, None) is not None
 
     def clear(self) -> None:
         self._until.clear()
+        self._retried.clear()

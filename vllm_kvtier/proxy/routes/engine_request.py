@@ -28,7 +28,7 @@ class Refusals:
     def add(self, engine: Engine, status: int) -> None:
         self._status[engine] = status
         if status in LACKS_AT_ONCE:
-            engine.lacking.add(self.wants)
+            engine.lacks(self.wants)
 
     def lacks(self, engine: Engine) -> bool:
         return self._status.get(engine) in LACKS
@@ -74,9 +74,9 @@ class EngineRequest:
 
     async def _acquire(self, role: str, choose: Callable[[], Choice | None], deadline: float) -> EngineSlot | None:
         """A slot as of ``Admission.acquire``, until ``deadline`` (monotonic seconds). Raises QueueFull."""
-        began = time.monotonic()
+        began, wants = time.monotonic(), self._refusals.wants
         try:
-            return await self._core.admission.acquire(role, self._tenant, choose, max(0.0, deadline - began))
+            return await self._core.admission.acquire(role, self._tenant, choose, max(0.0, deadline - began), wants)
         finally:
             waited = time.monotonic() - began
             self._core.metrics.waited(role, waited)

@@ -23,6 +23,7 @@ from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.proxy.config import ProxyConfig
 from vllm_kvtier.proxy.deadlines import time_limit
 from vllm_kvtier.proxy.engines.engine import Engine, EngineSlot
+from vllm_kvtier.proxy.engines.refusals import Wants
 
 _RATE_SECONDS = 20.0  # Retry-After is computed from the rate of about this time
 # Tenants without waiting requests whose cost is remembered. Bounded, because clients can invent tenants; a tenant that
@@ -84,7 +85,7 @@ class Admission:
         return len(self._queues[role])
 
     async def acquire(
-        self, role: str, tenant: bytes, choose: Callable[[], Choice | None], seconds: float
+        self, role: str, tenant: bytes, choose: Callable[[], Choice | None], seconds: float, wants: Wants = None
     ) -> EngineSlot | None:
         """A slot at the engine that ``choose`` names, once it names one; None if ``choose`` returns None.
 
@@ -101,7 +102,8 @@ class Admission:
         if sum(map(len, self._queues.values())) >= self.config.queue_limit and not self._displace_newest(tenant):
             raise self._queue_full(role, tenant)
         loop = asyncio.get_running_loop()
-        waiter = _Waiter(role, tenant, choose, loop.create_future(), (loop.time() + seconds, next(self._numbers)))
+        deadline = (loop.time() + seconds, next(self._numbers))
+        waiter = _Waiter(role, tenant, choose, loop.create_future(), deadline, wants)
         waiter.full = choice.full
         queue.join(waiter, self._cost())
         try:
@@ -122,15 +124,13 @@ class Admission:
             raise result
         return result
 
-    def serve_waiting(self, role: str, *, anew: bool = False) -> None:
+    def serve_waiting(self, role: str, *, anew: bool = False, wants: Wants = None) -> None:
         """Grant the free slots to waiting requests. Of those for the same full engines, the first is asked. ``anew``:
-        all are, because more engines may serve them than when they were asked last."""
+        all are, or all that want ``wants``: other engines may serve them than when they were asked last, or none."""
         queue = self._queues[role]
-        for waiter in queue if anew else ():
-            waiter.full = None
         full: set[frozenset[Engine]] = set()
         for waiter in queue.in_turn():
-            if waiter.full in full:
+            if waiter.full in full or (wants is not None and waiter.wants != wants):
                 continue
             choice = waiter.choose()
             if choice is None:
@@ -138,6 +138,8 @@ class Admission:
                 waiter.result.set_result(None)
             elif choice.engine is None:
                 waiter.full = choice.full
+                if anew:
+                    continue
                 if choice.full is None:
                     return
                 full.add(choice.full)
@@ -190,7 +192,7 @@ class _Waiter:
     """``result``: the slot, None if no engine is available, or the refusal.
 
     ``deadline``: with a number that makes it unique. All requests may wait equally long in total, so that of two the
-    newer one has the later deadline. ``full``: of its last choice.
+    newer one has the later deadline. ``wants``: what not every engine may have. ``full``: of its last choice.
     """
 
     role: str
@@ -198,6 +200,7 @@ class _Waiter:
     choose: Callable[[], Choice | None]
     result: asyncio.Future[EngineSlot | QueueFull | None]
     deadline: tuple[float, int]
+    wants: Wants
     full: frozenset[Engine] | None = None
     charged: int = 0
 
