@@ -394,6 +394,31 @@ def _matched(tokens=40):
     return world, p
 
 
+@pytest.mark.parametrize("has_own", [True, False])
+def test_request_does_not_wait_for_prefill_of_another(has_own):
+    """That may last, or hang; the two share half of it. A request with a hand-off of its own asks for that, and another
+    is computed."""
+    world, shared = World([(HASH_BLOCK_SIZE, None)], 1), list(range(32))
+
+    def add(name: str, tokens: list[int], params: dict | None) -> Prefill:
+        request = make_request(name, tokens, HASH_BLOCK_SIZE, params)
+        world.prefills[name] = Prefill(request, [world.blocks(-(-len(tokens) // HASH_BLOCK_SIZE))])
+        return world.prefills[name]
+
+    def handed_off(name: str) -> dict:
+        own = {"export": f"export-{name}", "follow": True}
+        return {"do_remote_prefill": True, "remote_host": name, "remote_port": 1, "kvtier": own}
+
+    add("a", shared + [7] * 24, handed_off("a"))
+    world.step()
+    world.prefill_step()
+    world.step()
+    second = add("b", shared + [5] * 4, handed_off("b") if has_own else None)
+    world.step()
+    assert world.matcher.get("a").life.state is State.LOADING
+    assert (world.followed(second) is not None, second.state) == (has_own, "waiting" if has_own else "local")
+
+
 @pytest.mark.parametrize("export", [False, True])
 def test_paused_engine_ends_load_when_its_read_ends(export):
     """The prefill engine may be paused too, and answers heartbeats. ``export``: it came during the read."""

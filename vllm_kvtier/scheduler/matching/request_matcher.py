@@ -268,7 +268,7 @@ class RequestMatcher:
         loading = self._tracked.get(other) if other else None
         if loading is None or loading.life.state is not State.LOADING or other == state.request.request_id:
             return False  # an aborted load does not enter vLLM's cache
-        if state.life.state is State.HIT and not state.taken_hit.source.cost_key and self._reads_itself(state, loading):
+        if self._reads_itself(state, loading):
             return False
         began = state.load_wait_began or loading.allocated_at
         if time.monotonic() > began + self._config.transfer_timeout:
@@ -285,14 +285,17 @@ class RequestMatcher:
         return True
 
     def _reads_itself(self, state: RequestState, loading: RequestState) -> bool:
-        """Whether a request reads the peer's blocks that it leased, although ``loading`` loads some of them.
+        """Whether a request reads its own peer's blocks, although ``loading`` loads some of them: that may last as long
+        as a prefill. Others do not wait for a prefill either.
 
         The samples of one request, whose params are the same, wait for the first of them. Once: with drafts, vLLM's
         prefix cache then lacks the last block, and they load it together.
         """
-        waited_for = self._tracked.get(state.waits_for)
-        in_vain = waited_for is not None and waited_for.life.state is State.LOADED
-        return in_vain or loading.hints != state.hints
+        own = loading.hints != state.hints
+        if state.life.state is State.HIT and not state.taken_hit.source.cost_key:
+            waited_for = self._tracked.get(state.waits_for)
+            return own or (waited_for is not None and waited_for.life.state is State.LOADED)
+        return own and (loading.taken_hit.grows or (state.life.state is State.NEW and state.hints.handoff is not None))
 
     # -- loading -------------------------------------------------------------------------------------------------
 
