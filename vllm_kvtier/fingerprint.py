@@ -105,9 +105,10 @@ def changed_since(moment: int, model: str, revision: str | None, files: Sequence
 
 
 def has_own_times(state: os.stat_result) -> bool:
-    """False for a folder in a bucket that is mounted (gcsfuse, blobfuse2): it has the time of a look at it, as both of
-    its times."""
-    return not (stat.S_ISDIR(state.st_mode) and state.st_ctime_ns == state.st_mtime_ns and _is_fuse(state.st_dev))
+    """False for a folder in a bucket that is mounted (gcsfuse, blobfuse2): both of its times are those of a look at it,
+    the same or some nanoseconds apart."""
+    together = abs(state.st_ctime_ns - state.st_mtime_ns) < 1_000_000
+    return not (stat.S_ISDIR(state.st_mode) and together and _is_fuse(state.st_dev))
 
 
 @functools.lru_cache(256)

@@ -287,6 +287,19 @@ def test_model_fingerprint_depends_on_adapters_in_the_hubs_cache(folder, adapter
     assert ns.model_fingerprint(config) != before
 
 
+def test_model_fingerprint_depends_on_processors_in_the_hubs_cache(folder, tmp_path, monkeypatch):
+    """Beside weights in --download-dir."""
+    (hub := tmp_path / "hub").mkdir()
+    monkeypatch.setattr(ns, "model_folder", lambda name, revision=None, download=None: folder if download else hub)
+    monkeypatch.setattr(ns, "changed_since", lambda *_: False)
+    config, found = model("org/model", **multimodal()), set()
+    config.load_config.download_dir = "elsewhere"
+    for size in (224, 448):
+        (hub / "preprocessor_config.json").write_text(f'{{"size": {size}}}')
+        found |= {ns.model_fingerprint(config) for _ in range(2)}
+    assert len(found) == 2
+
+
 @pytest.mark.parametrize("change", ["written", "removed"])
 def test_model_fingerprint_of_adapter_changed_after_start_is_unique(folder, adapters, monkeypatch, change):
     before = ns.model_fingerprint(model(folder))
@@ -545,6 +558,14 @@ def test_model_fingerprint_ignores_times_of_folders_in_buckets(folder, monkeypat
     starts_now(monkeypatch)
     folder.rename(folder.parent / "meanwhile").rename(folder)
     assert ns.model_fingerprint(model(folder)) != before
+
+
+@pytest.mark.parametrize(("apart", "own"), [(0, False), (-40, False), (90, False), (10**7, True)])
+def test_folder_in_bucket_has_two_times_of_one_look(folder, monkeypatch, apart, own):
+    """gcsfuse asks the clock for each."""
+    monkeypatch.setattr(fingerprint, "_is_fuse", lambda device: True)
+    state = SimpleNamespace(st_mode=os.stat(folder).st_mode, st_dev=1, st_ctime_ns=10**18 + apart, st_mtime_ns=10**18)
+    assert fingerprint.has_own_times(state) is own
 
 
 def test_model_fingerprint_ignores_changes_beside_the_folder(tmp_path, folder, monkeypatch):

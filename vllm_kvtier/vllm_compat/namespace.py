@@ -275,13 +275,17 @@ class _ModelFiles:
         self._model, self._load = model, load = vllm_config.model_config, vllm_config.load_config
         path = Path(model.model).expanduser()
         self._folder = path if path.is_file() else model_folder(model.model, model.revision, load.download_dir)
+        # The rest of a model of the hub, if vLLM has only its weights in another directory.
+        hub = model_folder(model.model, model.revision) if load.download_dir else None
+        self._rest = None if hub == self._folder else hub
         fields = _configuration(vllm_config, self._folder)
         self._text = json.dumps(fields, sort_keys=True, default=str)
         kinds = [*(_MEDIA_FILES if model.multimodal_config is not None else ()), *(["*.py"] * model.trust_remote_code)]
         if "quantization_config" not in fields:  # vLLM may read it from a file of its own
             kinds.append("*quant*config.json")
         # What describes the model beside its configuration.
-        self._described = [file for kind in kinds if self._folder for file in sorted(self._folder.glob(kind))]
+        folders = [folder for folder in (self._folder, self._rest) if folder]
+        self._described = [file for folder in folders for kind in kinds for file in sorted(folder.glob(kind))]
         texts = [each.read_text("utf-8", "replace") for each in self._described if each.suffix == ".json"]
         self._code = _code_elsewhere(model, [self._text, *texts])
 
@@ -302,7 +306,7 @@ class _ModelFiles:
             return b"", "not in local files"
         more = self._beside(parts)
         files = [file for part in parts for file in part.weights] + [file for beside in more for file in beside]
-        folders = [folder for folder in (*(part.folder for part in parts), self._hub_folder()) if folder]
+        folders = [folder for folder in (*(part.folder for part in parts), self._rest) if folder]
         digest = hashlib.blake2b(digest_size=8)
         for file, found in zip(files, file_digests(files), strict=True):
             where = next((each for each in folders if each in file.parents), file.parent)
@@ -338,17 +342,12 @@ class _ModelFiles:
         named = model.model_weights and model.model_weights != model.model
         return Path(model.model_weights).expanduser() if named else None
 
-    def _hub_folder(self) -> Path | None:
-        """Where the rest of a model of the hub is, if vLLM has its weights in another directory."""
-        hub = model_folder(self._model.model, self._model.revision) if self._load.download_dir else None
-        return None if hub == self._folder else hub
-
     def _beside(self, parts: list[_Part]) -> list[list[Path]]:
         """What else the weights of each part depend on."""
         task = str(getattr(self._model.hf_config, "jina_task", ""))
         more = [other_files(part.folder, part.weights, task) if part.folder else [] for part in parts]
-        if hub := self._hub_folder():
-            more[0] += other_files(hub, (), task)
+        if self._rest:
+            more[0] += other_files(self._rest, (), task)
         for beside, part in list(zip(more, parts, strict=True))[1:]:
             kinds = "config.json", *_MEDIA_FILES
             beside += [file for kind in kinds if part.folder for file in sorted(part.folder.glob(kind))]
