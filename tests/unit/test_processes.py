@@ -111,6 +111,17 @@ def test_service_started_twice_raises(make):
         service.start()
 
 
+def test_service_that_ended_leaves_its_number_to_others(make, monkeypatch):
+    """Numbers of processes are used again: a service that ended long ago is killed once more at a test's end."""
+    (ended := make("ended", code="")).start()._process.wait()
+    with make("other") as other:
+        monkeypatch.setattr(ended._process, "pid", other.pid)
+        for act in (ended.pause, ended.resume, ended.kill, ended.kill):
+            act()
+        assert ended.cpu_seconds() == 0
+        assert len(group_members(other.pid)) == 2
+
+
 def test_service_kill_leader_keeps_child_until_kill(make):
     with make() as service:
         service.kill_leader()

@@ -176,7 +176,7 @@ class Service:
         if self._process is None:
             return
         deadline = time.monotonic() + 30.0
-        while members := group_members(self._process.pid):
+        while members := self._members():
             for pid in members:
                 _signal(pid, signal.SIGKILL)
             if time.monotonic() > deadline:
@@ -193,11 +193,11 @@ class Service:
 
     def pause(self) -> None:
         """Stop the whole group in its tracks (SIGSTOP): a peer that hangs without closing its sockets."""
-        for pid in group_members(self.pid):
+        for pid in self._members():
             _signal(pid, signal.SIGSTOP)
 
     def resume(self) -> None:
-        for pid in group_members(self.pid):
+        for pid in self._members():
             _signal(pid, signal.SIGCONT)
 
     def log_tail(self, lines: int = 40) -> str:
@@ -215,7 +215,7 @@ class Service:
     def cpu_seconds(self) -> float:
         """Processor time that the group's living processes have used so far, all threads, user and system."""
         ticks = 0
-        for pid in group_members(self.pid):
+        for pid in self._members():
             fields = _stat(pid)
             ticks += int(fields[11]) + int(fields[12]) if fields else 0
         return ticks / os.sysconf("SC_CLK_TCK")
@@ -226,6 +226,11 @@ class Service:
 
     def __exit__(self, *_) -> None:
         self.terminate()
+
+    def _members(self) -> list[int]:
+        """Of the group. Once the leader was reaped and all others have ended, its number may be another group's."""
+        reaped, members = not self.running, group_members(self.pid)
+        return [] if reaped and self.pid in members else members
 
     def _healthy(self) -> bool:
         connection = http.client.HTTPConnection(_HOST, self.port, timeout=5)
