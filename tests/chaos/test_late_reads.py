@@ -135,15 +135,15 @@ def test_late_read_of_hung_peer_writes_no_block(start, monkeypatch, end):
     for name in ("first", "second"):
         whole(name, [1, 2])
     paint(mine, 1)
-    assert pulls.start(order("stuck", "first", range(1, BLOCKS), 0.5)) is None
-    eventually(lambda: pulls.poll() or share(mine, 7) > 0, 10)
+    assert pulls.start(order("stuck", "first", range(1, BLOCKS), 2.0)) is None
+    assert eventually(lambda: pulls.poll() or share(mine, 7) > 0, 10) is True, "it comes within its time"
     stop(process.pid) if end == signal.SIGSTOP else process.kill()
     assert share(mine, 7) < 0.9, "in the middle"
     began = time.monotonic()
     results = {}
     while "stuck" not in results:
         results |= {result.request_id: result for result in pulls.poll()}
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 20
     assert results["stuck"].failed and results["stuck"].bad_blocks == set(range(1, BLOCKS)) and not pulls.active
     assert not pulls.connected("second"), "the agent that read has ended"
     paint(mine, 3)  # the blocks are others' by now

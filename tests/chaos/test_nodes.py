@@ -25,7 +25,7 @@ class Nodes:
         for key in (self.key, self.other_key):
             ClusterKey.create(key)
         self.stack = ExitStack()
-        self._server = self._asker = None
+        self.server = self._asker = None
 
     def start(self, side: int, **options) -> NodeProcess:
         options = {"cluster_key_file": self.key, "pool_mib": 256, **options}
@@ -33,19 +33,19 @@ class Nodes:
 
     def both(self) -> tuple[NodeProcess, NodeProcess]:
         """The one that serves, and the one that asks it, with their tiers usable."""
-        if self._server is None or self._server.process.poll() is not None:
-            self._server = self.start(0, node_listen=self.address)
+        if self.server is None or self.server.process.poll() is not None:
+            self.server = self.start(0, node_listen=self.address)
         if self._asker is None or self._asker.process.poll() is not None:
             self._asker = self.start(1, nodes=self.address)
-        ready(self._server, self._asker)
-        eventually(lambda: self._server.ask("stat")["leases"] == 0)  # what was found before has been returned
-        self._server.ask("clear"), self._asker.ask("clear")
+        ready(self.server, self._asker)
+        eventually(lambda: self.server.ask("stat")["leases"] == 0)  # what was found before has been returned
+        self.server.ask("clear"), self._asker.ask("clear")
         self.connect()
-        return self._server, self._asker
+        return self.server, self._asker
 
     def connect(self) -> None:
         """A first read over the network: one that UCX fails to begin costs a request its hit, and is tried again."""
-        self._server.ask("store", num_hash_blocks=1, name="hello")
+        self.server.ask("store", num_hash_blocks=1, name="hello")
 
         def reads() -> bool:
             self._asker.send("read", num_hash_blocks=1, name="hello", keep=False)
@@ -55,8 +55,8 @@ class Nodes:
             return answer["good"] == 1
 
         eventually(reads, 30)
-        eventually(lambda: self._server.ask("stat")["leases"] == 0)
-        self._server.ask("clear")
+        eventually(lambda: self.server.ask("stat")["leases"] == 0)
+        self.server.ask("clear")
 
 
 @pytest.fixture(scope="module")
@@ -97,16 +97,24 @@ def reads(asker: NodeProcess, num_hash_blocks: int, name: str, seconds: float = 
     eventually(good, seconds)
 
 
-def read_most(asker: NodeProcess, num_hash_blocks: int, name: str, break_it) -> dict:
-    """Read a chain, and do something once that has begun."""
-    finds(asker, num_hash_blocks, name, num_hash_blocks)
-    asker.send("read", num_hash_blocks=4, name=name, keep=False)  # connects
-    assert asker.hear() and asker.hear()["good"] == 4
-    asker.send("read", num_hash_blocks=num_hash_blocks, name=name, keep=False)
-    asker.hear()
-    time.sleep(0.03)  # some of it is to be there, and some not
-    break_it()
-    return asker.hear()
+def read_most(asker: NodeProcess, num_hash_blocks: int, name: str, break_it, mend) -> dict:
+    """Read a chain, and break something while it comes. On a busy machine all may have come by then: ``mend``, and once
+    more."""
+    for _ in range(8):
+        finds(asker, num_hash_blocks, name, num_hash_blocks)
+        asker.send("read", num_hash_blocks=4, name=name, keep=False)  # connects
+        assert asker.hear() and asker.hear()["good"] == 4
+        asker.send("read", num_hash_blocks=num_hash_blocks, name=name, keep=False)
+        asker.hear()
+        time.sleep(0.03)  # some of it is to be there, and some not
+        began = time.monotonic()
+        break_it()
+        answer = asker.hear()
+        if answer["good"] < num_hash_blocks:
+            assert time.monotonic() - began < 15
+            return answer
+        mend()
+    raise AssertionError("all of it comes before anything can be broken")
 
 
 def test_prefix_is_found_and_read_from_another_node(nodes):
@@ -179,10 +187,8 @@ def test_silent_serving_node_fails_read_and_late_data_is_discarded(nodes, cable)
 
     server.ask("store", num_hash_blocks=4, name="q")
     server.ask("store", num_hash_blocks=120, name="p")
-    began = time.monotonic()
-    answer = read_most(asker, 120, "p", lambda: silence(True))
-    assert answer["good"] < 120 and answer["wrong"] == 0
-    assert time.monotonic() - began < 15
+    answer = read_most(asker, 120, "p", lambda: silence(True), lambda: silence(False))
+    assert answer["wrong"] == 0
     if cable:
         eventually(lambda: server.ask("stat")["leases"] == 0, 10)  # the server takes back what it leased
     silence(False)
@@ -194,18 +200,19 @@ def test_silent_serving_node_fails_read_and_late_data_is_discarded(nodes, cable)
 
 
 def test_serving_node_killed_during_read_fails_rest_and_returns_empty(nodes):
-    server, asker = nodes.both()
-    server.ask("store", num_hash_blocks=120, name="s")
-    began = time.monotonic()
-    answer = read_most(asker, 120, "s", server.kill)
-    assert answer["units"] == 120 and answer["good"] < 120 and answer["wrong"] == 0
-    assert time.monotonic() - began < 9
+    def serve() -> NodeProcess:
+        server, asker = nodes.both()
+        server.ask("store", num_hash_blocks=120, name="s")
+        return asker
+
+    asker = serve()
+    answer = read_most(asker, 120, "s", lambda: nodes.server.kill(), serve)
+    assert answer["units"] == 120 and answer["wrong"] == 0
     assert asker.ask("written")["written"] == 0
     stat = asker.ask("stat")
     assert (stat["state"], stat["restarts"], stat["reserved"]) == ("ready", 0, 0)
     assert asker.ask("find", num_hash_blocks=120, name="s")["units"] == 0
     # It comes back, without what it had.
-    server.process.wait()
     again, asker = nodes.both()
     again.ask("store", num_hash_blocks=10, name="s")
     finds(asker, 10, "s", 120)

@@ -114,7 +114,7 @@ def test_azure_wrong_key_is_reported(server, scheme, monkeypatch):
 
 def test_cloud_tier_unavailable_until_server_returns(server, scheme, node_of):
     server.create(BUCKET)
-    node = node_of(timeout=0.4, look_seconds=1.0, read_seconds=1.0).ready()
+    node = node_of(look_seconds=3.0, read_seconds=3.0).ready()
     block_hashes = block_hashes_of("shared")
     assert node.write(blocks_of(block_hashes)) == [True] * BLOCKS
     server.hang()

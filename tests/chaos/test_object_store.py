@@ -95,8 +95,7 @@ def test_object_tier_unavailable_until_server_returns(node_of, monkeypatch):
     own = S3Server().start()
     try:
         own.client().create_bucket(Bucket=BUCKET)
-        one = node_of(own.endpoint, timeout=0.4, look_seconds=1.0).ready()
-        other = node_of(own.endpoint, timeout=0.4, look_seconds=1.0).ready()
+        one, other = (node_of(own.endpoint, look_seconds=3.0).ready() for _ in range(2))
         block_hashes = block_hashes_of("shared")
         assert one.write(blocks_of(block_hashes)) == [True] * BLOCKS
 

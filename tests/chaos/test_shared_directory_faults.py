@@ -159,7 +159,7 @@ def test_writers_killed_at_any_point_leave_only_whole_blocks(root, node_of):
 
 
 def test_full_file_system_makes_the_tier_read_only_for_a_while(root, node_of, monkeypatch, caplog):
-    monkeypatch.setattr(tier_module, "REFUSED_SECONDS", (0.5, 0.5))
+    monkeypatch.setattr(tier_module, "REFUSED_SECONDS", (2.0, 2.0))  # each warns once
     caplog.set_level(logging.INFO)
     node = node_of(scan_seconds=0.2).ready()
     kept, more = block_hashes_of("kept"), block_hashes_of("more")
@@ -197,7 +197,8 @@ def test_small_file_system_is_used_without_an_end_of_errors(root, node_of, monke
 
         for prompt in prompts:
             eventually(partial(is_stored, blocks_of(prompt)[:8]), 20)
-        assert states == {"read_only"} and node.tier.counts().evicted_blocks > 0
+        assert "read_only" in states <= {"read_only", "ready"}  # the latter: it may write again already
+        assert node.tier.counts().evicted_blocks > 0
         assert check_files(root, prompts) == 0 and node.tier.counts().restarts == 0
         assert not [record for record in caplog.records if "unavailable" in record.message]
     finally:

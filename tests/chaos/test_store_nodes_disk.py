@@ -101,10 +101,10 @@ def test_hung_disk_delays_lookup_by_promotion_timeout_only(pair):
     with Engine(b) as far:
         began = time.monotonic()
         assert far.find(PREFIXES[1], wait_seconds=1.0) == 0
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 8  # its request to the disk would end after 10 s
         # An engine that asks meanwhile learns how much is being promoted, and can tell whether that is worth a wait.
         told = far.ask(m.Lookup(1, NAMESPACE_ID, PREFIXES[1], 0, EVERYTHING)).promotion
-        assert told.num_hash_blocks == 32 and 0 < told.seconds < 5
+        assert told.num_hash_blocks == 32 and 0 < told.seconds < 30
         os.kill(tier_process, signal.SIGCONT)
         assert far.find(PREFIXES[1]) == 32
         # It was waited for, not given up as dead: neither side began anew.
@@ -124,7 +124,7 @@ def test_node_dying_during_promotion_fails_the_read(pair, victim):
         pair.stores[victim].kill()
         if victim == 0:
             assert far.find(PREFIXES[3], wait_seconds=1.0) == 0
-            assert time.monotonic() - began < 6
+            assert time.monotonic() - began < 20  # of 75 for a read
         else:
             os.kill(tier_process, signal.SIGCONT)
             quiet(a)
