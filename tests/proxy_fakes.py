@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import json
 import socket
+import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +26,15 @@ from vllm_kvtier.proxy.config import EngineAddress, ProxyConfig
 from vllm_kvtier.proxy.routes.connections import BoundedProtocol
 
 
+def bound(port: int) -> socket.socket:
+    """A socket on loopback that does not listen yet. Several have one port, of which one may listen."""
+    # The protocol named, or asyncio leaves Nagle's algorithm on: 40 ms for every answer.
+    made = socket.socket(proto=socket.IPPROTO_TCP)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    made.bind(("127.0.0.1", port))
+    return made
+
+
 class QuietServer(uvicorn.Server):
     """A uvicorn server as a task of the running loop, without hands on the process's signals."""
 
@@ -33,10 +43,7 @@ class QuietServer(uvicorn.Server):
         options = {"access_log": False, "timeout_graceful_shutdown": 2, "log_config": None, "proxy_headers": False}
         options |= more
         super().__init__(uvicorn.Config(app, lifespan=lifespan, **options))
-        # The protocol named, or asyncio leaves Nagle's algorithm on: 40 ms for every answer.
-        self._socket = socket.socket(proto=socket.IPPROTO_TCP)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._socket.bind(("127.0.0.1", port))
+        self._socket = bound(port)
         self.port = self._socket.getsockname()[1]
         self._task: asyncio.Task[None] | None = None
         self._ending = asyncio.Event()
@@ -136,7 +143,10 @@ class FakeEngine:
         self.ends = False
         self.follow = False  # its params say that decode engines can follow its prefills
         self.passed: list[Seen] = []
-        self.port = 0
+        # Bound and not listening: while the engine is dead its port refuses connections, and is no other process's.
+        self._reserved = bound(0)
+        self.port = self._reserved.getsockname()[1]
+        weakref.finalize(self, self._reserved.close)
         self._tls: dict[str, Any] = {}
         self._server: QuietServer | None = None
         self.instance = 0
@@ -403,9 +413,7 @@ class Cluster:
 def unanswered(port: int):
     """Connections to ``port`` are neither taken nor refused: the backlog of its listener is full."""
     with contextlib.ExitStack() as sockets:
-        listener = sockets.enter_context(socket.socket())
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(("127.0.0.1", port))
+        listener = sockets.enter_context(bound(port))
         listener.listen(0)
         for filler in [sockets.enter_context(socket.socket()) for _ in range(3)]:
             filler.setblocking(False)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import socket
 
 import httpx
 import pytest
@@ -263,3 +264,16 @@ def test_fake_engine_texts_differ_by_engine_prompt_and_position():
     one, two = FakeEngine("D0"), FakeEngine("D1")
     texts = {e.text(turn(t), i) for e in (one, two) for t in ("a", "b") for i in range(4)}
     assert len(texts) == 16
+
+
+async def test_fake_engine_that_is_dead_keeps_its_port():
+    """No other process of the machine may answer there meanwhile, or take it from its next life."""
+    engine = await FakeEngine("D0").start()
+    for _ in range(2):
+        await engine.kill()
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", engine.port))
+        with socket.socket() as client, pytest.raises(ConnectionRefusedError):
+            client.connect(("127.0.0.1", engine.port))
+        await engine.start()
+    await engine.kill()

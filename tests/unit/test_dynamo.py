@@ -9,7 +9,6 @@ import importlib
 import importlib.util
 import json
 import logging
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ import numpy as np
 import pytest
 
 from vllm_kvtier import dynamo, plugin
+from vllm_kvtier.devtools.processes import free_port
 from vllm_kvtier.scheduler.matching.transfer_params import Hints, read
 from vllm_kvtier.telemetry.events import Label, Place, Removed, Stored
 
@@ -158,12 +158,6 @@ def test_plugin_registers_with_dynamo(monkeypatch):
 
 INDEXER = "import sys; from dynamo._core import run_kv_indexer; run_kv_indexer(sys.argv[1:])"
 BLOCK, NUM_BLOCKS = 16, 3
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 @pytest.fixture
