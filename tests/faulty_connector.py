@@ -6,6 +6,7 @@ The environment variable KVTIER_FAULTS names the plan file (``faults``). The eng
 """
 
 import os
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,8 @@ from faults import VARIABLE, FaultFile
 from vllm_kvtier import connector
 from vllm_kvtier.connector import KVTierConnector
 from vllm_kvtier.scheduler import wiring
+from vllm_kvtier.scheduler.integrity import sync_load
+from vllm_kvtier.scheduler.integrity.sync_load import SHORT_LOAD_SECONDS
 from vllm_kvtier.scheduler.leases.lease_client import LeaseClient
 from vllm_kvtier.scheduler.leases.lease_server import LeaseServer
 from vllm_kvtier.worker import connector_worker
@@ -118,10 +121,28 @@ def _dropped(message: msgspec.Struct) -> bool:
 
 
 class FaultyConnector(KVTierConnector):
-    """``KVTierConnector`` over the faulty classes above."""
+    """``KVTierConnector`` over the faulty classes above.
+
+    computed: most tokens of a prompt behind which the step goes on, in an engine without a worker process.
+    """
+
+    computed = 0
 
     def __init__(self, *args: Any, **kwargs: Any):
         connector_worker.NixlTransport, connector.CacheMemory = FaultyTransport, FaultyMemory
         wiring.LeaseClient, wiring.LeaseServer = FaultyLeaseClient, FaultyLeaseServer
         super().__init__(*args, **kwargs)
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        FaultyConnector.computed = max(scheduler_output.scheduled_cached_reqs.num_computed_tokens, default=0)
+        return super().build_connector_meta(scheduler_output)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
+        sync_load.SHORT_LOAD_SECONDS = 1e9 if faults.plan().short_loads else SHORT_LOAD_SECONDS
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        while 0 < faults.plan().hold_behind <= FaultyConnector.computed:
+            time.sleep(0.002)
+        super().start_load_kv(forward_context, **kwargs)
 
