@@ -224,8 +224,8 @@ class Driver:
             await asyncio.sleep(0.02)
         return value
 
-    async def until_no_exports(self, engine: Engine, seconds: float = 2.0) -> Inspection:
-        """Well before any export would expire: it was released at once."""
+    async def until_no_exports(self, engine: Engine, seconds: float = 5.0) -> Inspection:
+        """Before any export would expire (six seconds, or more): it was released at once."""
         last: Inspection | None = None
 
         async def none() -> bool:
@@ -261,13 +261,13 @@ class Driver:
 
 @asynccontextmanager
 async def driving(
-    single: Engine, kind: type[Driver] = Driver, key: ClusterKey | None = None
+    single: Engine, kind: type[Driver] = Driver, key: ClusterKey | None = None, answer_seconds: float = 20.0
 ) -> AsyncIterator[Driver]:
-    """``key``: of the engines."""
+    """``key``: of the engines. ``answer_seconds``: maximum for their endpoints' answers."""
     # vLLM's server closes a connection that was idle for 5 seconds; one that is used at that moment breaks.
     limits = httpx.Limits(max_connections=64, keepalive_expiry=2.0)
     timeout = httpx.Timeout(90.0, connect=5.0)
-    endpoints = AsyncEndpointClient(key, timeout=5.0)
+    endpoints = AsyncEndpointClient(key, timeout=answer_seconds)
     async with httpx.AsyncClient(limits=limits, timeout=timeout) as http, endpoints as client:
         yield kind(http, client, single)
 

@@ -15,7 +15,7 @@ async def failures(driver, engine, more_than: float) -> float:
         value = await driver.metric(engine, FAILURES)
         return value if value > more_than else 0.0
 
-    return await driver.until(counted, 5.0, f"more than {more_than:g} integrity failures are counted")
+    return await driver.until(counted, 20.0, f"more than {more_than:g} integrity failures are counted")
 
 
 async def corrupted(driver, trio, where: str, kind: str, prompt: list[int]):

@@ -12,7 +12,7 @@ from vllm_kvtier.devtools.processes import free_port
 
 HANDOFF, LEASE, TRANSFER = SHORT["handoff_seconds"], SHORT["lease_seconds"], SHORT["transfer_timeout"]
 PULLS = "vllm:kvtier_pulls_total"
-SLACK = 3.0  # beyond what the options promise, for two busy cores
+SLACK = 8.0  # beyond what the options promise, for two busy cores
 
 
 @asynccontextmanager
@@ -36,7 +36,7 @@ async def happened(driver, faults, what: str, count: int = 1) -> None:
     async def enough() -> bool:
         return faults.happened(what) >= count
 
-    await driver.until(enough, 10.0, f"fault '{what}'")
+    await driver.until(enough, 30.0, f"fault '{what}'")
 
 
 async def assert_pulls_again(driver, trio, rng, engine=None) -> None:
@@ -122,7 +122,7 @@ async def test_decode_engine_death_ends_its_lease_after_lease_time(trio, driver)
         return (await driver.inspect(trio.prefill)).leases == 1
 
     await happened(driver, trio.faults["FD"], "hold_before")
-    await driver.until(leased, 3.0, "a lease is out")
+    await driver.until(leased, 10.0, "a lease is out")
     trio.decode.kill()
     await asyncio.wait([asked])
     assert asked.exception() is not None
@@ -131,8 +131,8 @@ async def test_decode_engine_death_ends_its_lease_after_lease_time(trio, driver)
     async def void() -> bool:
         return (await driver.inspect(trio.prefill)).leases == 0
 
-    await driver.until(void, LEASE + 1.0, "the lease is void")
-    await driver.until_no_exports(trio.prefill, HANDOFF + 1.0)
+    await driver.until(void, LEASE + SLACK, "the lease is void")
+    await driver.until_no_exports(trio.prefill, HANDOFF + SLACK)
     await driver.assert_right(await driver.ask(trio.prefill, prompt), prompt)
 
 
@@ -199,7 +199,7 @@ async def test_pull_from_address_without_listener_recomputes(trio, driver):
 async def test_pull_of_expired_export_is_refused_and_recomputed(trio, driver):
     prompts = [random_tokens(random.Random(name), 300) for name in ("expired", "overwritten")]
     firsts = [await driver.prefill(trio.prefill, prompt) for prompt in prompts]
-    await driver.until_no_exports(trio.prefill, HANDOFF + 1.0)
+    await driver.until_no_exports(trio.prefill, HANDOFF + SLACK)
     reply = await driver.ask(trio.decode, prompts[0], 8, firsts[0].params)
     assert reply.seconds < SHORT["lookup_timeout"] + SLACK, "the decode engine waits after the refusal"
     await driver.assert_right(reply, prompts[0])
@@ -223,7 +223,7 @@ async def test_lease_expired_during_read_fails_pull_and_recomputes(trio, driver)
     first = await driver.prefill(trio.prefill, prompt)
     asked = asyncio.create_task(driver.ask(trio.decode, prompt, 8, first.params))
     await happened(driver, trio.faults["FD"], "hold_before")
-    await driver.until_no_exports(trio.prefill, HANDOFF + LEASE + 1.0)
+    await driver.until_no_exports(trio.prefill, HANDOFF + LEASE + SLACK)
     for _ in range(2):
         await driver.ask(trio.prefill, random_tokens(rng, 3000), 1)
     trio.faults["FD"].set()
@@ -235,7 +235,7 @@ async def test_lease_expired_during_read_fails_pull_and_recomputes(trio, driver)
         await driver.ask(trio.decode, [300, 301], 1)  # counters leave with the next step
         return await driver.metric(trio.decode, PULLS, 'kind="failed"') == failed + 1
 
-    await driver.until(counted, 5.0, "the failed pull was counted")
+    await driver.until(counted, 20.0, "the failed pull was counted")
 
 
 async def test_failed_read_recomputes_or_fails_strict_request_only(trio, driver):

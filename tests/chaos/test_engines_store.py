@@ -18,7 +18,7 @@ from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.store import protocol as m
 
 BLOCK = 32
-SLACK = 3.0  # beyond what the options promise, for two busy cores
+SLACK = 8.0  # beyond what the options promise, for two busy cores
 START_SECONDS = 20.0  # of an engine: none is killed that could not be back before the end
 LONGEST = 45.0  # of any request, while engines start next to it
 
@@ -113,8 +113,9 @@ async def test_hung_store_costs_one_wait_and_is_used_again(node: Node, nodes):
         await nodes.reset(engine)
     node.store.pause()
     for engine in node.engines:
-        first, *others = await right_without(nodes, engine, prompts)
-        assert first < ASK_TIMEOUT + SLACK and max(others) < SLACK, "a store that does not answer is not asked again"
+        [first] = await right_without(nodes, engine, prompts[:1])
+        assert (await nodes.inspect(engine)).store == "", "a store that does not answer is not asked again"
+        assert first < ASK_TIMEOUT + SLACK and max(await right_without(nodes, engine, prompts[1:])) < SLACK
         await nodes.reset(engine)
     await right_without(nodes, node.first, prompts)
     instance = await asyncio.to_thread(_resumed_instance, node)

@@ -60,6 +60,7 @@ async def test_data_parallel_ranks_fetch_from_each_other(model_path, log_dir, fo
             for first in (0, 1, 0, 1):
                 prompt = random_tokens(rng, rng.randrange(300, 1500))
                 await driver.asked(one, prompt, 4, headers={"X-data-parallel-rank": str(first)})
+                await driver.published(one, prompt, 1 - first)
                 reply = await driver.asked(one, prompt, 4, headers={"X-data-parallel-rank": str(1 - first)})
                 assert reply.pulled == len(prompt) // BLOCK * BLOCK, reply.report
                 assert reply.report["pulled_from"].startswith("gpu ")

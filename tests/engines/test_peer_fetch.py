@@ -31,6 +31,7 @@ from test_node_store_models import off
 
 from vllm_kvtier.devtools.engines import Engine, kvtier
 from vllm_kvtier.devtools.processes import free_port, kill_all
+from vllm_kvtier.doctor.engines.endpoint import EndpointProbe
 
 BLOCK = 32
 TOLERANCE = 1e-2  # of logprobs on a device, where rounding depends on the batch
@@ -52,8 +53,21 @@ class Ranks(NodeDriver):
         await self.flushed(engine)
         return await self.kvtier(engine, "fetched_tokens")
 
+    async def published(self, engine: Engine, prompt: list[int], rank: int = 0) -> None:
+        """An engine that has the prompt's whole blocks has published them: some moments after it has answered.
+        ``engine``: another one, or one of its data-parallel ranks, which looks there."""
+        host, port = engine.kv_address.rsplit(":", 1)
+
+        def so() -> bool:
+            with EndpointProbe(f"{host}:{int(port) + rank}", seconds=20.0) as probe:
+                peers = probe.explanation(prompt, "").peers
+            return max((peer.tokens or 0 for peer in peers), default=0) >= len(prompt) // BLOCK * BLOCK
+
+        await self.until(lambda: asyncio.to_thread(so), 20, "the prompt's blocks are in the node's directory")
+
     async def from_gpu(self, engine: Engine, prompt: list[int], count: int = 8):
-        """A right answer, asked for until its prefix came from another engine: they hear of each other when idle."""
+        """A right answer, whose prefix came from another engine."""
+        await self.published(engine, prompt)
         reply = await self.asked(engine, prompt, count)
         assert reply.report["pulled_from"] and reply.report["pulled_from"].startswith("gpu "), reply.report
         return reply
@@ -155,7 +169,9 @@ async def test_peer_fetch_common_prefix_is_computed_once_on_node(ranks):
     before = [await ranks.sources(engine) for engine in ranks.engines]
     prompts = [rng.choice(beginnings) + random_tokens(rng, rng.randrange(1, 90)) for _ in range(24)]
     for prompt in prompts:
-        await ranks.asked(rng.choice(ranks.engines), prompt, 4)
+        engine = rng.choice(ranks.engines)
+        await ranks.asked(engine, prompt, 4)
+        await ranks.published(ranks.engines[ranks.engines.index(engine) - 1], prompt)
     computed = 0
     for engine, was in zip(ranks.engines, before, strict=True):
         now = await ranks.sources(engine)

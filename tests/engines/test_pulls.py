@@ -166,7 +166,7 @@ async def test_aborted_prefill_exports_nothing(fleet, driver):
     async def gone() -> bool:
         return (await driver.inspect(fleet.prefill)).requests == 0
 
-    await driver.until(gone, 5.0, "P forgot the aborted requests")
+    await driver.until(gone, 20.0, "P forgot the aborted requests")
     await driver.until_no_exports(fleet.prefill)
 
 
@@ -174,7 +174,7 @@ async def test_export_without_reader_expires(fleet, driver):
     """Also while the engine has nothing else to do."""
     await driver.prefill(fleet.prefill, random_tokens(random.Random("unwanted"), 200))
     assert (await driver.inspect(fleet.prefill)).exports == 1
-    await driver.until_no_exports(fleet.prefill, seconds=HANDOFF_SECONDS + 1.0)
+    await driver.until_no_exports(fleet.prefill, seconds=HANDOFF_SECONDS + 8.0)
 
 
 async def test_engine_that_drains_ends_when_its_handoff_is_read(fleet, driver, make_engine):
