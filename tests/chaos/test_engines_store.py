@@ -122,7 +122,7 @@ async def test_hung_store_costs_one_wait_and_is_used_again(node: Node, nodes):
     await nodes.uses_store(node.first)
     await nodes.uses_store(node.second)
     assert (await nodes.inspect(node.first)).store == instance, "the same store, with what it had"
-    assert (await nodes.asked(node.second, prompts[3])).pulled > 0
+    assert (await nodes.loaded(node.second, prompts[3])).pulled > 0
 
 
 def _resumed_instance(node: Node) -> str:

@@ -116,24 +116,21 @@ async def test_working_set_of_three_times_gpu_cache_loads_from_store(node: Node,
     prompts = [random_tokens(rng, rng.randrange(1440, 1560)) for _ in range(9)]
     for engine in node.engines:
         await nodes.reset(engine)
-    cold, cold_seconds = await several(nodes, node.first, prompts, at_once)
+    cold, cold_seconds = await several(nodes, node.second, prompts, at_once)
     assert not any(reply.pulled for reply in cold)
     if at_once == 1:
         for prompt in prompts:
-            await nodes.stored(node.first, prompt)
-    before = await nodes.sources(node.first)
-    warm, warm_seconds = await several(nodes, node.first, prompts, at_once)
-    loaded = (await nodes.sources(node.first) - before).pulled
-    for prompt, reply in zip(prompts, warm, strict=True):
-        # Three at once do not fit into the cache as it is: under such pressure the newest blocks are not stored.
-        found = reply.pulled + reply.report["local_tokens"]
-        assert found == expected(len(prompt)) or (at_once > 1 and found >= len(prompt) / 2), reply.report
-    assert loaded >= (0.9 if at_once == 1 else 0.7) * sum(map(len, prompts))
-    print(f"\n{at_once} at once: {cold_seconds:.2f} s computed, {warm_seconds:.2f} s from the store ({loaded} tokens)")
-    # The other engine never saw them, and finds them nevertheless.
-    other, other_seconds = await several(nodes, node.second, prompts, at_once)
-    assert sum(reply.pulled for reply in other) >= 0.3 * loaded, [reply.report for reply in other]
-    print(f"{other_seconds:.2f} s on the other engine")
+            await nodes.stored(node.second, prompt)
+    for _ in range(2):  # first they are prompts that this engine never saw
+        before = await nodes.sources(node.first)
+        warm, warm_seconds = await several(nodes, node.first, prompts, at_once)
+        loaded = (await nodes.sources(node.first) - before).pulled
+        for prompt, reply in zip(prompts, warm, strict=True):
+            # Three at once do not fit into the cache as it is: under such pressure the newest blocks are not stored.
+            found = reply.pulled + reply.report["local_tokens"]
+            assert found == expected(len(prompt)) or (at_once > 1 and found >= len(prompt) / 2), reply.report
+        assert loaded >= (0.9 if at_once == 1 else 0.7) * sum(map(len, prompts))
+        print(f"\n{at_once} at once: {cold_seconds:.2f} s computed, {warm_seconds:.2f} s loaded ({loaded} tokens)")
 
 
 async def test_prompts_of_every_length_load_whole_blocks(node: Node, nodes):
@@ -188,14 +185,7 @@ async def test_cache_salts_isolate_tenants(node: Node, nodes):
         for salt in ({"cache_salt": f"not for {engine.name}"}, {"cache_salt": f"{engine.name}'s own"}):
             reply = await nodes.asked(engine, prompt, **salt)
             assert (reply.pulled, reply.report["local_tokens"]) == (0, 0), (engine.name, salt)
-        before = await nodes.counters(engine)
-        reply = await nodes.asked(engine, prompt, cache_salt="one")
-        if engine is not node.first and not reply.pulled:  # it measures, and a busy machine may load slowly
-            await nodes.flushed(engine)
-            slower = "lookups_declined load_slower_than_compute"
-            after = await nodes.counters(engine)
-            assert after.get(slower, 0) > before.get(slower, 0), {k: n for k, n in after.items() if n != before.get(k)}
-            continue
+        reply = await nodes.loaded(engine, prompt, cache_salt="one")
         assert reply.pulled == expected(300), f"{engine.name}: {reply.report}"
 
 
@@ -318,8 +308,7 @@ async def test_handoff_is_pulled_although_store_has_it(node: Node, nodes):
     await nodes.stored(node.first, late)
     await nodes.ask(node.second, late, 1, first.params)
     await nodes.reset(node.second)
-    reply = await nodes.ask(node.second, late, 8, first.params)
-    assert_same(reply, await nodes.truth(late), reply.report)
+    reply = await nodes.loaded(node.second, late, 8, first.params)
     assert reply.pulled >= expected(700), reply.report  # A's blocks may not have been overwritten yet
 
 
@@ -348,7 +337,7 @@ async def reset_then_restart(node: Node, nodes: NodeDriver, follower: Follower) 
     await publishes(prompt, 0)
     reply = await nodes.asked(node.first, prompt)
     assert (reply.pulled, reply.report["local_tokens"]) == (0, 0)
-    assert (await nodes.asked(node.second, prompt)).pulled == expected(500)
+    assert (await nodes.loaded(node.second, prompt)).pulled == expected(500)
     # What it stores from now on it finds, alone.
     await nodes.asked(node.first, after)
     await nodes.stored(node.first, after)

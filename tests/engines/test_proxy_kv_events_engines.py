@@ -72,7 +72,11 @@ async def test_request_follows_its_kv_from_tier_to_tier(node: Node, nodes, start
     count = LENGTH // BLOCK
     with start_proxy("one") as one:
         async with httpx.AsyncClient(base_url=one.base_url, timeout=60) as http:
+            # The first one is to be the engine that measures: later the other one has to load.
+            drained = {"engine": node.first.base_url}
+            assert (await http.post("/kvtier/drain", json=drained)).status_code == 200
             first = await send(http, texts)
+            assert (await http.post("/kvtier/resume", json=drained)).status_code == 200
             await until(http, "gpu", [count * (i == first) for i in range(2)])
             await until(http, "host", [count, count])  # the store is shared
             for _ in range(3):
