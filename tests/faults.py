@@ -26,7 +26,7 @@ class FaultPlan(msgspec.Struct, forbid_unknown_fields=True):
     hold_after: bool = False  # reads are posted, and reported as running
     fail_reads: bool = False  # reads end with an error
     stall_serving: bool = False  # no progress for peers that read from us
-    hold_behind: int = 0  # steps wait that go on with a prompt of which so many tokens are computed; 0: none
+    hold_behind: int = 0  # steps wait that compute a prompt behind so many of its tokens; 0: none
     short_loads: bool = False  # every load is short enough for a step to wait for it among others
     drop: list[str] = []  # tags of messages (wire/messages.py) that are not sent
 

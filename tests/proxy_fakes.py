@@ -27,7 +27,7 @@ from vllm_kvtier.proxy.routes.connections import BoundedProtocol
 
 
 def bound(port: int) -> socket.socket:
-    """A socket on loopback that does not listen yet. Several have one port, of which one may listen."""
+    """A socket on loopback that does not listen yet. Several may have one port, and one of them listens."""
     # The protocol named, or asyncio leaves Nagle's algorithm on: 40 ms for every answer.
     made = socket.socket(proto=socket.IPPROTO_TCP)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
