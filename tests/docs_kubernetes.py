@@ -100,7 +100,7 @@ def _workload(workload: dict, names: set, custom: dict, dockerfile: str, checker
             yield f"the Dockerfile does not say how {image} is made"
         yield from _command(container, checker)
         yield from _probes(container)
-        yield from _paths(container, mounts, volumes)
+        yield from _paths(container, mounts, volumes, "fsGroup" in pod.get("securityContext", {}))
         if not {"requests", "limits"} <= container.get("resources", {}).keys():
             yield "no resources"
 
@@ -140,7 +140,7 @@ def _probes(container: dict) -> Iterator[str]:
                 yield f"{kind} asks at {socket}, where this store does not listen"
 
 
-def _paths(container: dict, mounts: dict[str, str], volumes: dict[str, dict]) -> Iterator[str]:
+def _paths(container: dict, mounts: dict[str, str], volumes: dict[str, dict], grouped: bool) -> Iterator[str]:
     """Files and directories that the arguments name lie on volumes that have them."""
     words = arguments(container)
     text = " ".join(words)
@@ -148,8 +148,10 @@ def _paths(container: dict, mounts: dict[str, str], volumes: dict[str, dict]) ->
         on = [name for name, mount in mounts.items() if Path(path).is_relative_to(mount)]
         if not on:
             yield f"{path} is on no volume"
-        elif "secret" in volumes[on[0]] and volumes[on[0]]["secret"].get("defaultMode", 0o644) & 0o077:
+        elif (mode := volumes[on[0]].get("secret", {"defaultMode": 0}).get("defaultMode", 0o644)) & 0o037:
             yield f"{path}: a key that others may read is refused"
+        elif bool(mode & 0o040) > grouped:
+            yield f"{path}: root's group may read it"
     options = r"(?:--port=|--metrics[-_]port=|--rpc_port=|\"endpoint_port\":|tcp://\*:|--node-listen=\[?[\d.]+\]?:)"
     listens = {int(number) for number in re.findall(rf"{options}(\d+)", text)}
     ports = {port["containerPort"] for port in container.get("ports", ())}

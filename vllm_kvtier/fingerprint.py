@@ -108,11 +108,12 @@ def has_own_times(state: os.stat_result) -> bool:
     """False for a folder in a bucket that is mounted (gcsfuse, blobfuse2): both of its times are those of a look at it,
     the same or some nanoseconds apart."""
     together = abs(state.st_ctime_ns - state.st_mtime_ns) < 1_000_000
-    return not (stat.S_ISDIR(state.st_mode) and together and _is_fuse(state.st_dev))
+    return not (stat.S_ISDIR(state.st_mode) and together and is_fuse(state.st_dev))
 
 
 @functools.lru_cache(256)
-def _is_fuse(device: int) -> bool:
+def is_fuse(device: int) -> bool:
+    """By ``st_dev``."""
     return device in _devices(("fuse",))
 
 

@@ -160,6 +160,15 @@ def test_chart_large_user_id_is_a_whole_number(tmp_path):
     assert lines == 5 * ["runAsUser: 1000680000"]
 
 
+@pytest.mark.parametrize(("user", "mode", "group"), [(0, 0o400, None), (1000, 0o440, 1000)])
+def test_chart_user_may_read_the_key(user, mode, group):
+    found = render(*SETS["shared stores"], "--set", f"runAsUser={user}")
+    pods = [each["spec"]["template"]["spec"] for each in found.values() if "template" in each.get("spec", {})]
+    keys = [(pod, each["secret"]) for pod in pods for each in pod["volumes"] if each["name"] == "key"]
+    assert len(keys) == 4
+    assert all((key["defaultMode"], pod["securityContext"].get("fsGroup")) == (mode, group) for pod, key in keys)
+
+
 def test_chart_with_shared_stores_finds_them_by_the_name_of_their_service():
     found = render(*SETS["shared stores"])
     service = found["Service", "store"]["spec"]

@@ -107,6 +107,17 @@ def test_model_fingerprint_uses_files_of_load_format(folder, load_format, loaded
     assert ns.model_fingerprint(model(folder)) == found[1]
 
 
+def test_model_fingerprint_of_flint_depends_on_gguf_beside_safetensors(folder):
+    """Its class in vLLM 0.33 reads that, by the name of the model; others read it by load format."""
+    found: dict[str, set[str]] = {"flint": set(), "llama": set()}
+    for content in (b"", b"1", b"2"):
+        if content:
+            (folder / "model.gguf").write_bytes(content * 10_000)
+        for name, names in found.items():
+            names.add(ns.model_fingerprint(model(folder, hf={"model_type": name})))
+    assert {name: len(names) for name, names in found.items()} == {"flint": 3, "llama": 1}
+
+
 def test_model_fingerprint_depends_on_weights_in_folders_of_its_folder(tmp_path, folder, monkeypatch):
     """As of Cosmos 3, whose KV was not shared; also by a hub's name, whose revision may have moved."""
     snapshot = tmp_path / "models--org--model" / "snapshots" / ("1" * 40)
@@ -549,7 +560,7 @@ def test_model_fingerprint_allows_for_a_file_servers_clock(folder, monkeypatch, 
 @pytest.mark.parametrize("in_bucket", [True, False])
 def test_model_fingerprint_ignores_times_of_folders_in_buckets(folder, monkeypatch, in_bucket):
     """gcsfuse and blobfuse2 give a folder the time of a look at it; other FUSE systems know when one was renamed."""
-    monkeypatch.setattr(fingerprint, "_is_fuse", lambda device: in_bucket)
+    monkeypatch.setattr(fingerprint, "is_fuse", lambda device: in_bucket)
     before = ns.model_fingerprint(model(folder))
     starts_now(monkeypatch)
     (folder / "another").touch()
@@ -563,7 +574,7 @@ def test_model_fingerprint_ignores_times_of_folders_in_buckets(folder, monkeypat
 @pytest.mark.parametrize(("apart", "own"), [(0, False), (-40, False), (90, False), (10**7, True)])
 def test_folder_in_bucket_has_two_times_of_one_look(folder, monkeypatch, apart, own):
     """gcsfuse asks the clock for each."""
-    monkeypatch.setattr(fingerprint, "_is_fuse", lambda device: True)
+    monkeypatch.setattr(fingerprint, "is_fuse", lambda device: True)
     state = SimpleNamespace(st_mode=os.stat(folder).st_mode, st_dev=1, st_ctime_ns=10**18 + apart, st_mtime_ns=10**18)
     assert fingerprint.has_own_times(state) is own
 

@@ -1,6 +1,8 @@
 """Options of the store that cannot be meant are refused with a reason, before anything is started."""
 
 import os
+from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +14,8 @@ from vllm_kvtier.store.memory.slot_pool import SlotPool
 from vllm_kvtier.store.options import StoreOptions, parse
 from vllm_kvtier.store.tiers.nodes.tier import NodesTier
 from vllm_kvtier.store.tiers.tier_stack import open_tiers
+from vllm_kvtier.wire import auth
+from vllm_kvtier.wire.auth import ClusterKey
 from vllm_kvtier.wire.reactor import Reactor
 
 
@@ -44,6 +48,20 @@ def test_store_options_key_readable_by_others_raises(tmp_path):
     key.chmod(0o644)
     with pytest.raises(ConfigError, match="readable by others"):
         StoreOptions(cluster_key_file=str(key))
+
+
+@pytest.mark.parametrize(("owner", "mode", "allowed"), [
+    (0, 0o440, True), (0, 0o444, False), (0, 0o460, False), (1000, 0o440, False), (1000, 0o400, True),
+])  # fmt: skip
+def test_cluster_key_of_root_may_be_readable_by_a_group(tmp_path, monkeypatch, owner, mode, allowed):
+    """As Kubernetes mounts a Secret for an fsGroup, in the pod of another user."""
+    key = tmp_path / "key"
+    ClusterKey.create(str(key))
+    stat = os.stat_result([mode | 0o100000, 0, 0, 1, owner, 1000, 40, 0, 0, 0])
+    monkeypatch.setattr(Path, "stat", lambda self: stat)
+    monkeypatch.setattr(auth.os, "geteuid", lambda: 1000)
+    with nullcontext() if allowed else pytest.raises(ConfigError, match="readable by others"):
+        ClusterKey.load(str(key))
 
 
 def test_store_options_name_what_nodes_share():

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 from vllm.v1.core import kv_cache_utils
 
 from vllm_kvtier.file_digests import file_digests
-from vllm_kvtier.fingerprint import has_own_times, model_folder, steps
+from vllm_kvtier.fingerprint import has_own_times, is_fuse, model_folder, steps
 from vllm_kvtier.logs import get_logger
 from vllm_kvtier.vllm_compat.probe.features import granted
 from vllm_kvtier.vllm_compat.probe.row import Feature
@@ -73,7 +73,8 @@ _WEIGHTS = ("adapter_model.", "new_embeddings.")
 
 def _signature(folder: Path) -> Signature | None:
     """``stat`` of the folder and the links that lead there, named "", and of the files that vLLM reads in it; None if
-    there are no weights or they cannot be looked at. A folder in a bucket is left out."""
+    there are no weights or they cannot be looked at. A folder in a bucket is left out, and so are the numbers of FUSE's
+    inodes, which change when the kernel has dropped them."""
     try:
         with os.scandir(folder) as entries:
             names = sorted(e.name for e in entries if e.name.startswith(("adapter_config.json", *_WEIGHTS)))
@@ -84,7 +85,10 @@ def _signature(folder: Path) -> Signature | None:
         states = [*(("", place) for place in places), *((name, os.stat(folder / name)) for name in names)]
     except OSError:
         return None
-    return tuple((name, s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for name, s in states)
+    return tuple(
+        (name, s.st_dev, 0 if is_fuse(s.st_dev) else s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns)
+        for name, s in states
+    )
 
 
 def _local(path: str) -> Path | None:

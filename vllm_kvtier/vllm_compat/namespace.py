@@ -280,6 +280,8 @@ class _ModelFiles:
         self._rest = None if hub == self._folder else hub
         fields = _configuration(vllm_config, self._folder)
         self._text = json.dumps(fields, sort_keys=True, default=str)
+        flint = fields.get("model_type") == "flint"  # its class reads such a file whatever else is there
+        self._kinds = (*(["*.gguf"] * flint), *_KINDS.get(load.load_format, KINDS))
         kinds = [*(_MEDIA_FILES if model.multimodal_config is not None else ()), *(["*.py"] * model.trust_remote_code)]
         if "quantization_config" not in fields:  # vLLM may read it from a file of its own
             kinds.append("*quant*config.json")
@@ -326,7 +328,7 @@ class _ModelFiles:
     def _parts(self) -> list[_Part]:
         """The model itself, then others."""
         model, load = self._model, self._load
-        kinds = _KINDS.get(load.load_format, KINDS)
+        kinds = self._kinds
         chosen, folder = self._chosen(), self._folder
         own = weight_files(folder, kinds) if folder else []
         parts = [_Part(model.model, model.revision, folder, _chosen_weights(chosen, kinds) if chosen else own)]

@@ -40,15 +40,16 @@ class ClusterKey:
 
     @classmethod
     def load(cls, path: str) -> "ClusterKey":
-        """Raises ConfigError if the file is missing, readable by others or not a key."""
+        """Raises ConfigError if the file is missing, readable by others or not a key. Root's file may be readable by a
+        group of this process that is not root's: Kubernetes mounts a Secret so for an fsGroup."""
         file = Path(path)
         try:
-            mode, text = file.stat().st_mode, file.read_bytes().strip()
+            state, text = file.stat(), file.read_bytes().strip()
         except OSError as error:
             raise ConfigError(
                 f"cluster_key_file {path}: {error.strerror}; make one with `python -m vllm_kvtier.wire.auth FILE`"
             ) from error
-        if stat.S_IMODE(mode) & 0o077:
+        if stat.S_IMODE(state.st_mode) & (0o037 if state.st_uid == 0 != os.geteuid() else 0o077):
             raise ConfigError(f"cluster_key_file {path} is readable by others; run `chmod 600 {path}`")
         try:
             if len(text) != Z85_SECRET:

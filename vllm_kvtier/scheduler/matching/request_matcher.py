@@ -285,8 +285,8 @@ class RequestMatcher:
         return True
 
     def _reads_itself(self, state: RequestState, loading: RequestState) -> bool:
-        """Whether a request reads its own peer's blocks, although ``loading`` loads some of them: that may last as long
-        as a prefill. Others do not wait for a prefill either.
+        """Whether a request reads the peer's blocks that it leased, although ``loading`` loads some of them. Of a load
+        that lasts as long as another engine's prefill, each does, or computes them.
 
         The samples of one request, whose params are the same, wait for the first of them. Once: with drafts, vLLM's
         prefix cache then lacks the last block, and they load it together.
@@ -295,7 +295,7 @@ class RequestMatcher:
         if state.life.state is State.HIT and not state.taken_hit.source.cost_key:
             waited_for = self._tracked.get(state.waits_for)
             return own or (waited_for is not None and waited_for.life.state is State.LOADED)
-        return own and (loading.taken_hit.grows or (state.life.state is State.NEW and state.hints.handoff is not None))
+        return own and loading.taken_hit.grows
 
     # -- loading -------------------------------------------------------------------------------------------------
 
