@@ -42,9 +42,7 @@ def test_namespace_mismatch_is_refused_with_cause_and_remembered(make, field, wo
     source, asker = make(Source), make(Asker, namespace=msgspec.structs.replace(NAMESPACE, **{field: value}))
     first = asker.answer(source.address)
     assert first.code == "namespace_mismatch" and words in first.reason
-    begin = time.monotonic()
     assert asker.answer(source.address) == first
-    assert time.monotonic() - begin < 0.5
     assert caplog.text.count(words) == 1, "logged once"
 
 
@@ -144,9 +142,7 @@ def test_handshake_without_listener_or_answer_times_out(make):
     try:
         assert asker.answer(("127.0.0.1", port)).code == "timeout"
         eventually(lambda: not asker.peers._connections, 3, "the handshake is given up")
-        begin = time.monotonic()
-        assert asker.answer(("127.0.0.1", port)).code == "unreachable"
-        assert time.monotonic() - begin < 0.15, "remembered: the next request does not wait"
+        assert asker.answer(("127.0.0.1", port)).code == "unreachable", "remembered: else it would be a timeout again"
     finally:
         context.destroy(linger=0)
 

@@ -356,7 +356,7 @@ def test_lease_granted_after_timeout_or_cancel_is_released(make):
 
 
 def test_lease_client_waits_once_for_hung_peer(make):
-    source, asker = make(Source), make(Asker, lookup_timeout=1.0)
+    source, asker = make(Source), make(Asker, lookup_timeout=3.0)
     assert asker.answer(source.address).code == "no_matching_blocks"
     hangs, go = threading.Event(), threading.Event()
     source.reactor.call_soon(lambda: (hangs.set(), go.wait(30)))
@@ -365,7 +365,7 @@ def test_lease_client_waits_once_for_hung_peer(make):
         assert asker.answer(source.address).code == "timeout"
         begin = time.monotonic()
         assert asker.answer(source.address).code == "timeout"
-        assert time.monotonic() - begin < 0.8
+        assert time.monotonic() - begin < 2.5
     finally:
         go.set()
 

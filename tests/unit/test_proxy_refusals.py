@@ -579,12 +579,11 @@ async def test_request_that_waits_for_an_engine_that_fails_may_be_sent_again(pat
 @pytest.mark.parametrize("status", [404, 429, 503])
 async def test_request_waits_once_for_all_engines_that_may_have_its_model(status):
     """Not ``queue_timeout`` for each."""
-    async with Cluster(p=0, d=3, engine_requests=1, queue_timeout=1.0) as c:
+    async with Cluster(p=0, d=3, engine_requests=1, queue_timeout=30.0) as c:
         c.d[0].status = c.d[1].status = status
         for engine, picks in zip(c.core.decode, (0, 1e8, 1e9), strict=True):
             engine.weighted_picks = picks
         slots = [EngineSlot(engine) for engine in c.core.decode[1:]]
-        began = asyncio.get_running_loop().time()
         asked = asyncio.create_task(c.chat("u"))
         await c.until(lambda: c.core.admission.waiting("decode") == 1)
         deadlines = []
@@ -592,10 +591,11 @@ async def test_request_waits_once_for_all_engines_that_may_have_its_model(status
             (waiter,) = c.core.admission._queues["decode"]
             deadlines.append(waiter.deadline[0])
             if slot is slots[0]:
+                await asyncio.sleep(0.5)  # by which another time limit would end later
                 slot.release()
                 await c.d[1].until_seen(1)
                 await c.until(lambda: c.core.admission.waiting("decode") == 1)
-        assert deadlines[1] - deadlines[0] < 0.1 and deadlines[0] - began < 1.5
+        assert deadlines[1] - deadlines[0] < 0.25
         assert c.core.decode[2].outstanding == 1, "its limit"
         slots[1].release()
         assert (await asked).status_code == 200

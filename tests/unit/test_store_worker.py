@@ -362,7 +362,7 @@ def test_idle_collect_polls_loads(worker, on_device):
     assert asleep.wait(5)
     begun = time.monotonic()
     worker.tier.collect(idle=True)
-    assert time.monotonic() - begun < 1.0 and not worker.finished, "it stays for a moment, not until the end"
+    assert time.monotonic() - begun < 5.0 and not worker.finished, "it stays for a moment, not until the end"
     worker.tier.collect()
     assert not worker.finished, "and not where something is computed"
     worker.copier.end()
