@@ -271,7 +271,7 @@ class World:
         if aborted:
             return
         t = self.matcher.get(p.request.request_id)
-        assert t.life.state is (State.LOCAL if p.bad else State.LOADED)
+        assert t.life.state is (State.NEW if p.bad else State.LOADED)
         keys = self.load.engine.identity.content_keys()
         for g, (size, _) in enumerate(self.groups):
             for position in range(p.local // size, len(p.tables[g])):

@@ -179,7 +179,13 @@ class Machine(RuleBasedStateMachine):
             del self.live[name]
             self.matcher.on_load_ended(name, failed)  # a report for what is gone does nothing
             return
-        assert self.matcher.get(name).life.state is (State.LOCAL if failed else State.LOADED)
+        state = self.matcher.get(name)
+        if failed:
+            few = len(state.failed) <= request_matcher.MAX_FAILED_PEERS
+            assert state.life.state is (State.NEW if few else State.LOCAL)
+            assert not any(each.source.name == "handoff" for each in state.candidates or ()), "it is not asked again"
+        else:
+            assert state.life.state is State.LOADED
         r.status = "waiting" if failed else "running"
         if failed:
             r.request.num_computed_tokens = 0

@@ -450,8 +450,8 @@ class RequestMatcher:
     def on_load_ended(self, request_id: str, failed: bool) -> None:
         """All ranks ended the request's load, peer fetch or pull, and its lease goes back.
 
-        ``failed``: at least one rank failed. The request is then computed, or matched again if other peers may have its
-        blocks.
+        ``failed``: at least one rank failed. The request is then computed, or matched again if other sources may have
+        its blocks.
         """
         state = self._tracked.get(request_id)
         if state is None:
@@ -467,7 +467,7 @@ class RequestMatcher:
         self._source_selector.advance(state, Event.LOAD_FAILED if failed else Event.LOAD_DONE)
         if failed:
             state.num_external_tokens, state.miss_reason = 0, f"load_failed_{state.source_name}"
-            self._try_other_peers(state)
+            self._try_other_sources(state)
             if state.synchronous:  # else vLLM gives it blocks anew
                 self._account(state)
         elif state.hit is not None and state.hit.same_layout and not abandoned:
@@ -498,8 +498,8 @@ class RequestMatcher:
             if tokens:
                 count("prompt_tokens", kind, tokens)
 
-    def _try_other_peers(self, state: RequestState) -> None:
-        """A peer fetch failed: other peers may have the blocks, if vLLM asks again."""
+    def _try_other_sources(self, state: RequestState) -> None:
+        """A transfer from another engine failed: a store or other peers may have the blocks, if vLLM asks again."""
         if state.hit is None or not state.hit.source.others_may_have_it or state.life.state is not State.LOCAL:
             return
         state.failed.add(state.hit.instance)
@@ -508,7 +508,8 @@ class RequestMatcher:
         if len(state.failed) > MAX_FAILED_PEERS:
             return
         state.life.fire(Event.PREEMPT)
-        state.hit, state.plan, state.synchronous, state.candidates = None, None, False, None
+        state.hit, state.plan, state.pending, state.synchronous, state.num_waits = None, None, None, False, 0
+        state.candidates, state.begun_at = self._source_selector.candidates_after_failure(state), time.monotonic()
 
     def finished(self, request: Any) -> RequestState:
         """The request ended: release what it holds, unless the workers still read."""

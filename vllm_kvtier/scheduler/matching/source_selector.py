@@ -55,6 +55,12 @@ class SourceSelector:
     def candidates_after_loss(self) -> deque[Candidate]:
         return deque(candidate for source in self.sources for candidate in source.candidates_after_loss())
 
+    def candidates_after_failure(self, state: RequestState) -> deque[Candidate]:
+        """What is asked after a transfer from another engine failed: the store, which names peers anew, and then what
+        was not asked yet. So it goes on as after a refusal, and no failure has an engine asked again."""
+        left = (candidate for candidate in state.candidates or () if not candidate.instance)
+        return deque(dict.fromkeys((*self.candidates_after_loss(), *left)))
+
     # -- lookup ------------------------------------------------------------------------------------------------------
 
     def ask_again(self, state: RequestState) -> None:

@@ -232,7 +232,8 @@ class KVSource(ABC):
         """What can be asked for the request, in order; empty if the source does not apply to it."""
 
     def candidates_after_loss(self) -> Iterable[Candidate]:
-        """What is asked again for a request that lost its blocks (preempted, or evicted while it waited)."""
+        """What is asked again for a request that lost its blocks (preempted, or evicted while it waited), or whose
+        transfer from another engine failed."""
         return ()
 
     def last_state(self, state: RequestState) -> int:

@@ -40,7 +40,6 @@ class PeerGpuSource(PeerLeaseSource):
     name = cost_key = PEER_GPU
     stage_metric = "peer_hit_seconds"
     answers_soon = True
-    others_may_have_it = True
     max_hold_seconds = 1.0  # the peer cannot reuse these blocks meanwhile
 
     def __init__(self, context: LoadContext):

@@ -36,6 +36,8 @@ MAX_OTHER_HASHES = 1 << 16
 class PeerLeaseSource(KVSource):
     """Blocks count as pulled, by whichever path."""
 
+    others_may_have_it = True
+
     def __init__(self, context: LoadContext):
         self._context, self._engine = context, context.engine
         self._config, self._counters, self._geometry = (
