@@ -163,3 +163,19 @@ def test_request_whose_transfers_fail_again_and_again_is_computed(made):
         engine.read(STORED, failed=True)
         assert engine.match() == ((None, False) if n < MAX_FAILED_PEERS else (0, False))
     assert engine.state is State.LOCAL
+
+
+def test_load_that_ended_without_a_result_of_any_rank_has_failed(made):
+    """In a MultiConnector another connector may report the end of a load that is not its own. It was counted as ours,
+    and as one that brought all its tokens."""
+    engine = made(None)
+    engine.store(engine.request)
+    engine.match()
+    assert engine.store_answers() == (STORED, True)
+    engine.matcher.allocated(engine.request, ([*range(1, 12)],), STORED)
+    engine.results.arrived([], {"r"})
+    engine.balanced()
+    assert engine.state is State.LOCAL and engine.matcher.get("r").report()["pulled_tokens"] == 0
+    engine.matcher.allocated(engine.request, ([*range(1, 12)],), 0)
+    counts = engine.counters.take()
+    assert counts["misses|load_failed_host"] == 1 and not any(name.startswith("hits") for name in counts)

@@ -84,7 +84,9 @@ class LoadResults:
         state = self._matcher.get(request_id)
         if ended is not None:
             self._contain.attempt("counting", self._count, ended)
-        elif not failed and state is not None and state.life.state not in _LOADING:
+        elif state is not None and state.life.state in _LOADING:
+            failed = True  # no rank says that it ended well; in a MultiConnector, it may be another's load that did
+        elif not failed:
             return  # another connector's load (MultiConnector tells each of all)
         if state is not None and state.hit is not None:
             self._contain.attempt("counting", self._failed if failed else self._succeeded, state, ended)
