@@ -131,7 +131,7 @@ def test_export_outlives_handoff_seconds_while_its_request_is_queued(make, end, 
     """With more requests than the decode engine takes at a time. It computed their prompts itself, after 30 s in its
     queue, which became longer for it. The time is the prefill engine's: its own may be longer, and another's was kept
     before."""
-    source, asker = make(Source, handoff_seconds=2.0), make(Asker, **options)
+    source, asker = make(Source, handoff_seconds=2.0), make(Asker, lookup_timeout=8.0, **options)
     source.table.add(export(seconds=2.0))
     source.endpoint.changed()
     matcher = make_matcher(load_context([(HASH_BLOCK_SIZE, None)], HASH_BLOCK_SIZE, asker.peers))
