@@ -5,6 +5,7 @@ import fcntl
 import os
 import socket
 import stat
+import subprocess
 import threading
 import time
 
@@ -22,6 +23,7 @@ from store_support import (
 from support import eventually
 
 from vllm_kvtier.errors import ConfigError, KVTierError
+from vllm_kvtier.store import launcher
 from vllm_kvtier.store import protocol as m
 from vllm_kvtier.store.memory.client_mapping import shake_hands
 from vllm_kvtier.store.memory.memory_limits import MemoryLimits
@@ -151,6 +153,29 @@ def test_operators_store_waits_for_memory_of_the_one_before(tmp_path, monkeypatc
     for size, launched in (("4MiB", True), ("8MiB", False)):  # engines say so at once; it never will
         with pytest.raises(ConfigError, match="does not fit"):
             StoreServer(path, StoreOptions(size=size), launched=launched)
+
+
+def test_store_asks_how_children_find_the_package_before_it_serves(tmp_path, monkeypatch):
+    """A whole start of Python: the reactor waited for it at the first tier process."""
+    run, threads = subprocess.run, []
+
+    def noted(*args, **options):
+        threads.append(threading.current_thread())
+        return run(*args, **options)
+
+    launcher._finds.cache_clear()
+    monkeypatch.setattr(launcher.subprocess, "run", noted)
+    make(tmp_path / "s.sock").stop()
+    assert not threads, "without tiers it starts none"
+    disk = StoreOptions(size="4MiB", disk_path=str(tmp_path / "disk"), disk_size="8MiB")
+    server = StoreServer(str(tmp_path / "s.sock"), disk)
+    server.start()
+    try:
+        with RawClient(server.path, tool_hello()) as tool:
+            eventually(lambda: tool.stat().tiers[0].state == "ready", 30)
+    finally:
+        server.stop()
+    assert threads == [threading.current_thread()]
 
 
 def test_store_failed_start_releases_lock(tmp_path):
