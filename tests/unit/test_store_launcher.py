@@ -160,6 +160,20 @@ def test_children_find_credentials_of_a_relative_path(tmp_path, monkeypatch):
     assert made["AWS_CONFIG_FILE"] == "~/.aws/config"
 
 
+@pytest.mark.parametrize("flag", ["-s", "-E", "-I"])
+def test_children_ignore_what_this_process_ignores(flag, tmp_path):
+    """Else modules of the user come first there: another msgspec, say."""
+    (tmp_path / "msgspec.py").write_text("raise ImportError('of the user')")
+    prints = "import sys; print(sys.flags.no_user_site, sys.path)"
+    code = f"import subprocess, sys; from vllm_kvtier.store.launcher import package_environment; \
+subprocess.run([sys.executable, '-c', {prints!r}], check=True, env=package_environment())"
+    environment = dict(os.environ)
+    if flag != "-s":
+        environment["PYTHONPATH"] = str(tmp_path)
+    printed = subprocess.check_output([sys.executable, flag, "-c", code], text=True, env=environment)
+    assert printed.startswith("0" if flag == "-E" else "1") and str(tmp_path) not in printed
+
+
 def test_store_unexpected_error_reaches_its_starter(path, monkeypatch, caplog):
     def fail(*args, **options):
         raise RuntimeError("no more threads")

@@ -132,11 +132,18 @@ FILES = ("AWS_CA_BUNDLE", "AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE", "GOO
 def package_environment() -> dict[str, str]:
     """For a child process that must import this very package, however this process found it. Without its folder if a
     child finds it by itself: in site-packages a module named like one of the standard library's must not come first."""
-    package = str(Path(vllm_kvtier.__file__).resolve().parents[1])
-    given = list(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
+    package, environment = str(Path(vllm_kvtier.__file__).resolve().parents[1]), _environment()
+    given = list(filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)))
     places = [*([] if _finds(package, os.pathsep.join(given)) else [package]), *given]
     found = {name: os.path.abspath(os.environ[name]) for name in FILES if os.path.exists(os.environ.get(name, ""))}
-    return {**os.environ, **found, "PYTHONPATH": os.pathsep.join(places)}
+    return {**environment, **found, "PYTHONPATH": os.pathsep.join(places)}
+
+
+def _environment() -> dict[str, str]:
+    """With it children ignore what this process ignores: under ``python -E``, ``-s`` or ``-I``."""
+    ignored = [name for name in os.environ if sys.flags.ignore_environment and name.startswith("PYTHON")]
+    kept = {name: value for name, value in os.environ.items() if name not in ignored}
+    return {**kept, "PYTHONNOUSERSITE": "1"} if sys.flags.no_user_site else kept
 
 
 @functools.cache
@@ -144,7 +151,7 @@ def _finds(package: str, path: str) -> bool:
     """Whether a child process with this PYTHONPATH finds the package in that folder."""
     ask = "import importlib.util as u; print(u.find_spec('vllm_kvtier').origin)"
     command = [sys.executable, *_SAFE, "-c", ask]
-    environment = {**os.environ, "PYTHONPATH": path}
+    environment = {**_environment(), "PYTHONPATH": path}
     try:
         output = subprocess.run(command, capture_output=True, text=True, timeout=3.0, cwd="/", env=environment).stdout
         found = output.splitlines()[-1]  # perhaps behind what other modules print when Python starts
