@@ -56,7 +56,8 @@ class Changed(OSError):
 def file_digests(files: Sequence[Path]) -> list[str]:
     """A digest of 32 hexadecimal digits per file, independent of its name. Raises OSError for a file that cannot be
     read or changes meanwhile."""
-    remembered = _load(_memory())
+    memory = _memory()
+    remembered = _load(memory) if memory else {}
     before = [os.stat(file) for file in files]
     keys = [_key(state) for state in before]
     missing = [i for i, key in enumerate(keys) if key not in remembered]
@@ -69,8 +70,8 @@ def file_digests(files: Sequence[Path]) -> list[str]:
     old = time.time_ns() - SETTLED_NS
     times = {i: (before[i].st_mtime_ns, before[i].st_ctime_ns) for i in made}
     settled = {keys[i]: d for i, d in made.items() if max(times[i]) < old and times[i][1] % 1_000_000_000}
-    if settled:
-        _remember(_memory(), settled)
+    if memory and settled:
+        _remember(memory, settled)
     return [made[i] if i in made else remembered[key] for i, key in enumerate(keys)]
 
 
@@ -256,10 +257,10 @@ def _gguf(stream: BinaryIO, size: int) -> list[Span]:
 # -- the cache file --------------------------------------------------------------------------------------------------
 
 
-def _memory() -> Path:
-    # Raises nothing for a user without a home directory, as in some containers.
+def _memory() -> Path | None:
+    """None for a user without a home directory, as in some containers: "~" stays as it is."""
     folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(folder) / "vllm-kvtier" / "digests.json"
+    return Path(folder) / "vllm-kvtier" / "digests.json" if os.path.isabs(folder) else None
 
 
 def _load(file: Path) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """Which way copies go: rules by size, the cache of a machine's own measurements, what is refused."""
 
 import importlib.util
+import os
 import pwd
 from pathlib import Path
 
@@ -71,7 +72,10 @@ def test_caches_of_user_without_home_directory_raise_nothing(monkeypatch, tmp_pa
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
     assert tuning.for_device("NVIDIA X/200") == tuning.DEFAULT
-    assert not file_digests._memory().exists()
+    (tmp_path / "weights").write_bytes(b"w")
+    monkeypatch.setattr(file_digests, "SETTLED_NS", -10_000_000_000)  # as if it were old
+    assert file_digests.file_digests([tmp_path / "weights"])
+    assert os.listdir(tmp_path) == ["weights"], "no folder named ~"
 
 
 def test_tuning_hopper_cards_share_what_was_measured_on_one():
