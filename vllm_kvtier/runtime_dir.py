@@ -31,7 +31,7 @@ def runtime_dir() -> Path:
             return folder
         wrong.append(reason)
     try:
-        folder = _in(tempfile.gettempdir())
+        folder = _in(_temporary() or tempfile.gettempdir())
         reason = _make(folder)
     except FileNotFoundError as error:  # no directory of temporary files can be written to
         reason = str(error)
@@ -63,6 +63,13 @@ def private_path(identity: str, suffix: str = ".sock") -> str:
 
 def _in(base: str) -> Path:
     return Path(base) / f"kvtier-{os.getuid()}"
+
+
+def _temporary() -> str | None:
+    """As tempfile, which passes over a full directory; sockets need no space."""
+    named = (os.environ.get("TMPDIR"), os.environ.get("TEMP"), os.environ.get("TMP"), "/tmp")
+    usable = (base for base in named if base and os.path.isdir(base) and os.access(base, os.W_OK | os.X_OK))
+    return next(map(os.path.abspath, usable), None)
 
 
 def _make(folder: Path) -> str:

@@ -72,12 +72,20 @@ def test_no_usable_runtime_dir_raises_with_paths(run_dir, temporary, way):
     assert all(str(base / NAME) in str(raised.value) for base in (run_dir, temporary))
 
 
+def test_runtime_dir_stays_in_a_full_directory_of_temporary_files(temporary, monkeypatch):
+    """tempfile takes another one then, and an engine that starts finds no store, link or peer of this node."""
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    monkeypatch.setattr("tempfile.tempdir", "/var/tmp")
+    assert runtime_dir() == temporary / NAME
+
+
 def test_no_directory_of_temporary_files_raises(monkeypatch):
     def refuse():
         raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")
 
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     monkeypatch.setattr("tempfile.gettempdir", refuse)
+    monkeypatch.setattr("os.access", lambda *_: False)
     with pytest.raises(KVTierError, match="No usable temporary directory"):
         runtime_dir()
 
