@@ -375,6 +375,27 @@ def test_store_of_another_version_is_replaced_once_unused(connect, path, monkeyp
     assert launched.wait(10)
 
 
+def test_store_that_refuses_the_engine_that_launched_it_is_not_launched_at_once_again(connect, path, monkeypatch):
+    """The package was replaced under a running engine. The new one's store ended, and was launched every 15 s."""
+    monkeypatch.setattr(client_module, "REFUSED_SECONDS", 0.01)
+    monkeypatch.setattr(launcher, "BACKOFF_SECONDS", (60.0, 60.0))
+    servers, ended = [], threading.Event()
+
+    def launch() -> None:
+        servers.append(StoreServer(path, StoreOptions(size="1MiB"), ended.set))
+        servers[-1].start()
+
+    client = connect(hello=m.Hello("old", 1, "engine", protocol=m.PROTOCOL + 1), launch=launch, start=False)
+    tries, not_listening = [], client._not_listening
+    client._not_listening = lambda: tries.append(1) or not_listening()
+    client.start()
+    assert ended.wait(10)
+    servers[0].stop()
+    count = len(tries)
+    eventually(lambda: len(tries) > count + 1 and not client._starter._running)
+    assert len(servers) == 1 and "it refuses" in client.reason
+
+
 def test_store_refusal_has_cause_and_backoff(server, connect, monkeypatch):
     client = connect(hello=m.Hello("new", 1, "engine", protocol=m.PROTOCOL + 1, version="9.9"))
     eventually(lambda: "refuses" in client.reason)

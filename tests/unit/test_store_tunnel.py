@@ -14,7 +14,7 @@ from support import eventually, stop
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.store import launcher
 from vllm_kvtier.store.client import Failed, StoreClient
-from vllm_kvtier.store.protocol import Found, Reserved
+from vllm_kvtier.store.protocol import PROTOCOL, Found, Hello, Reserved, encode
 from vllm_kvtier.store.tunnel import TunnelClient, TunnelServer
 from vllm_kvtier.wire.reactor import Reactor
 
@@ -84,6 +84,13 @@ def test_tunnelled_client_starts_the_store_and_uses_it(made):
     made.client.close()
     eventually(lambda: not engines(), 10)
     assert not made.ends["near"]._streams and not made.ends["far"]._streams
+
+
+def test_tunnelled_client_that_is_refused_starts_no_store_at_once_again(made):
+    made.client._hello = encode(Hello("other", 1, "engine", protocol=PROTOCOL + 1))
+    made.client.start()
+    eventually(lambda: "protocol" in made.ends["far"]._starter._failure, 30)
+    assert made.launched == [1]
 
 
 def test_tunnelled_client_survives_the_end_and_a_hang_of_the_store(made):

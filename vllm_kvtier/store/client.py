@@ -467,6 +467,8 @@ class StoreClient:
         text = f"the node store at {self._path} is unavailable: {reason}"
         if stream is self._greeting:
             self._clear_greeting()
+            if backoff is not None and self._starter is not None:
+                self._starter.refused(text)
             self._disconnected(text, backoff)
             return
         if stream is not self._stream:

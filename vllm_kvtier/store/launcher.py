@@ -189,6 +189,7 @@ class Starter:
         self._failure, self._after = "", 0.0  # why nothing is started until then
         self._operated = False  # the latest store was an operator's
         self._running = False
+        self._launched = False  # by this process, and nothing has failed or connected since
 
     def start(self) -> str:
         """Start a store, unless one is being started or during a backoff. Returns the reason for not being
@@ -201,16 +202,24 @@ class Starter:
             except RuntimeError as error:  # this process or container may have no more threads now
                 self.failed(f"the node store could not be started: {error}")
                 return self._failure
-            self._running = True
+            self._running = self._launched = True
         return "the node store is being started"
 
     def failed(self, failure: str) -> None:
         """The start failed: begin the backoff."""
+        self._launched = False
         self._failure, self._after = failure, time.monotonic() + self._backoff
         self._backoff = min(self._backoff * 2, BACKOFF_SECONDS[1])
 
+    def refused(self, reason: str) -> None:
+        """The store refused this process: the one that it launched is of another version, because the package here was
+        replaced. The next one would be, too."""
+        if self._launched:
+            self.failed(reason)
+
     def connected(self, launched: bool) -> None:
         """A store is connected, which an engine ``launched``: end the backoff."""
+        self._launched = False
         self._backoff, self._after, self._operated = BACKOFF_SECONDS[0], 0.0, not launched
 
     def ended(self) -> None:

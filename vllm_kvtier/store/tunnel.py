@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from vllm_kvtier.logs import get_logger
 from vllm_kvtier.store.launcher import Starter
-from vllm_kvtier.store.protocol import MAX_FRAME, Welcome, decode_reply
+from vllm_kvtier.store.protocol import MAX_FRAME, Refused, Welcome, decode_reply
 from vllm_kvtier.wire.reactor import Reactor
 from vllm_kvtier.wire.stream import Stream, StreamLimits
 
@@ -129,6 +129,8 @@ class TunnelServer(_Tunnel):
             reply = decode_reply(frame)
             if self._starter is not None and isinstance(reply, Welcome):
                 self._starter.connected(reply.launched)
+            elif self._starter is not None and isinstance(reply, Refused):
+                self._starter.refused(reply.reason)
 
     def _launched(self, failure: str) -> None:
         if failure and self._starter is not None:
