@@ -129,6 +129,13 @@ def test_doctor_missing_nixl_warns(tmp_path):
     assert check.state == "warn" and "NIXL cannot be imported" in check.message
 
 
+def test_doctor_looks_for_nixl_where_the_stores_processes_do(tmp_path, monkeypatch):
+    """Not in the folder that it is run in."""
+    (tmp_path / "json.py").write_text("raise ImportError('of the current folder')")
+    monkeypatch.chdir(tmp_path)
+    assert "ends the process" not in packages.nixl([]).message
+
+
 def test_doctor_nixl_crash_is_found(tmp_path):
     (tmp_path / "nixl_cu13.py").write_text("import os; os.abort()")
     check = packages.nixl(["UCX"], {"PYTHONPATH": str(tmp_path)})

@@ -70,7 +70,7 @@ def _round_trip(name: str, options: Mapping[str, object], library: str, run: Cal
     command = [*run_module(__name__), json.dumps(dict(options))]
     try:
         done = run(
-            command, capture_output=True, text=True, timeout=_SECONDS, check=False, env=package_environment()
+            command, capture_output=True, text=True, timeout=_SECONDS, cwd="/", check=False, env=package_environment()
         )
     except subprocess.TimeoutExpired:
         message = f"its client was not set up, or moved no object, within {_SECONDS:.0f} s"

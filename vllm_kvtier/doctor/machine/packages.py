@@ -1,7 +1,6 @@
 """Packages in this environment: vLLM, the probe's results for it, and NIXL."""
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -54,7 +53,7 @@ def probe() -> list[Check]:
     command = run_module("vllm_kvtier.vllm_compat.probe.table")
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_PROBE_SECONDS, env=package_environment()
+            command, capture_output=True, text=True, timeout=_PROBE_SECONDS, cwd="/", env=package_environment()
         )
         rows = json.loads(done.stdout)["rows"]
     except subprocess.TimeoutExpired:
@@ -88,7 +87,8 @@ def nixl(backends: Sequence[str], environment: Mapping[str, str] | None = None) 
             capture_output=True,
             text=True,
             timeout=_NIXL_SECONDS,
-            env={**os.environ, **(environment or {})},
+            cwd="/",
+            env={**package_environment(), **(environment or {})},
         )
         found = json.loads(done.stdout.splitlines()[-1])
     except subprocess.TimeoutExpired:
