@@ -282,6 +282,18 @@ def test_store_ready_late_is_used(path):
     assert process.wait(10) == 0
 
 
+def test_store_that_does_not_serve_yet_ends_at_sigterm():
+    """It may wait a minute for memory, and the kernel drops the signal where the first process of a container does not
+    handle it."""
+    code = """
+import os, signal
+from vllm_kvtier.store.server import server
+server.StoreServer = lambda *_: os.kill(os.getpid(), signal.SIGTERM)
+server.serve("", None)
+"""
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 128 + signal.SIGTERM
+
+
 def test_store_hung_is_not_started_again(path, monkeypatch):
     start_store(path, SMALL)
     pid = pid_of(path)

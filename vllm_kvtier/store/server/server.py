@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -461,6 +462,8 @@ def serve(
     """Serve until SIGTERM, SIGINT or ``idle_seconds``; on the main thread. Raises as StoreServer does."""
     read_end, write_end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     os.set_blocking(read_end, True)
+    # Until it serves. The first process of a container has no default action.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     server = StoreServer(path, options, lambda: os.write(write_end, b"\0"), launched)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)  # the byte that Python writes to the pipe ends the wait
