@@ -335,7 +335,8 @@ def test_store_client_that_never_reads_is_disconnected(server, client):
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
     server = make(tmp_path_factory.mktemp("fuzz") / "s.sock")
-    yield server
+    with RawClient(server.path, engine_hello("other")):  # without one, a Hello of another protocol ends the store
+        yield server
     server.stop()
 
 
