@@ -13,6 +13,8 @@ from vllm_kvtier.jobs.transfer_jobs import ChecksumJob, GroupPull, PullJob
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.geometry import Field, GroupView, Region
 from vllm_kvtier.worker.cache_view import CacheView
+from vllm_kvtier.worker.nixl_pull import direct_reads
+from vllm_kvtier.worker.nixl_pull import pulls as pulls_module
 from vllm_kvtier.worker.nixl_pull.encoded_memory import EncodedMemory
 from vllm_kvtier.worker.nixl_pull.exported_memory import CacheMemory
 from vllm_kvtier.worker.nixl_pull.nixl_transport import Transfer, TransferState
@@ -176,6 +178,12 @@ def pull_of(local, remote, valid=None, group=0, keys=None) -> GroupPull:
 def batch_of(ids, valid=None, group=0) -> ChecksumJob:
     valid = [TOKENS] * len(ids) if valid is None else valid
     return ChecksumJob(group, np.array(ids, np.int64), keys_of(ids), np.array(valid, np.int32))
+
+
+def split_reads(monkeypatch, max_reads: int) -> None:
+    """Transfers have so many reads at most."""
+    for module in (direct_reads, pulls_module):
+        monkeypatch.setattr(module, "MAX_READS", max_reads)
 
 
 class Pair:

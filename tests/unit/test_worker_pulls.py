@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pull_fakes import HEADS, INNER, LAYERS, TOKENS, Pair, batch_of, cache, info, keys_of, pull_of
+from pull_fakes import HEADS, INNER, LAYERS, TOKENS, Pair, batch_of, cache, info, keys_of, pull_of, split_reads
 from support import WITHOUT_SHRINKING, Uncontained, eventually
 from worker_halves import Half, worker_without_threads
 
@@ -163,7 +163,7 @@ def test_pull_of_many_reads_is_not_posted_by_the_model_runner(monkeypatch):
     exchange.pulls, exchange.memory = pair.pulls, pair.here
     pair.there.compute_checksums([batch_of(range(1, 12))], None)
     assert not pair.run(pair.order(pull_of([1], [1]))).failed  # connects
-    monkeypatch.setattr(pulls_module, "QUICK_READS", 4 * LAYERS)
+    split_reads(monkeypatch, 4 * LAYERS)
     for local, remote, posted in (
         ([2, 3, 4, 5, 6], [4, 5, 6, 7, 8], True),  # adjacent: few reads
         ([2, 3, 4, 6, 8], [3, 5, 7, 9, 11], False),
@@ -399,13 +399,15 @@ def nixl(name):
     return NixlTransport(name, ["UCX"])
 
 
-def test_pulls_with_nixl_between_two_agents():
+@pytest.mark.parametrize("max_reads", [1000, 2])
+def test_pulls_with_nixl_between_two_agents(monkeypatch, max_reads):
+    split_reads(monkeypatch, max_reads)
     here, there = CacheMemory(cache(12, 1), False), CacheMemory(cache(16, 2), True)
-    near, far = nixl("near"), nixl("far")
+    near, far = nixl(f"near {max_reads}"), nixl(f"far {max_reads}")
     here.register(near)
     there.register(far)
     true = m.RankInfo(
-        0, "far", far.metadata(), there.memory_type, 0, 16, there.transfer_view.groups, there.view.geometry(),
+        0, far.name, far.metadata(), there.memory_type, 0, 16, there.transfer_view.groups, there.view.geometry(),
         there.table.data_ptr(),
     )  # fmt: skip
     pulls = Pulls(near, here, 0)

@@ -360,6 +360,6 @@ class PeerExchange:
             soon = pulling or awaited or copying
             if not (soon or serving):
                 return DEVICE_PAUSE
+            time.sleep(POLL_SECONDS if soon else SERVE_POLL_SECONDS)  # for threads that wait for the lock too
             if time.monotonic() >= end:
                 return 0.0
-            time.sleep(POLL_SECONDS if soon else SERVE_POLL_SECONDS)

@@ -4,7 +4,8 @@ A pull of 512 blocks of 36 layers is 18,432 pages. NIXL takes 30 ms to check so 
 to select them from a prepared list (measured on an H200). So lists of all pages are prepared once per peer.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -76,6 +77,8 @@ class PageRows:
         ends = np.cumsum([len(p) for p in pieces])
         self._rows = [np.arange(end - len(p), end) for end, p in zip(ends, pieces, strict=True)]
         base_l, stride_l, base_r, stride_r, self._length = np.concatenate(pieces).T
+        # Whether NIXL merges elements of adjacent blocks.
+        self._dense = (stride_l == self._length) & (stride_r == self._length)
         self.local = _strided(base_l, self._length, local.device, stride_l, local.num_blocks)
         self.remote = _strided(base_r, self._length, remote.device, stride_r, remote.num_blocks)
 
@@ -103,9 +106,18 @@ class PageRows:
             size += int(self._length[rows].sum()) * len(local_ids)
         return Elements(np.concatenate(here).astype(np.int32), np.concatenate(there).astype(np.int32), size, moves)
 
-    def num_reads(self, group: int, local_ids: np.ndarray, remote_ids: np.ndarray) -> int:
-        """Reads of these blocks that NIXL makes, at least."""
-        return (len(self._rows[group]) + 1) * fewest_reads(local_ids, remote_ids)
+    def split(self, elements: "Elements", max_reads: int) -> Iterator["Elements"]:
+        """The same in parts. NIXL makes so many reads of each, or fewer of the last one."""
+        row = elements.local // self._local_blocks
+        merged = (np.diff(elements.local) == 1) & (np.diff(elements.remote) == 1) & self._dense[row[1:]]
+        for part in pairwise([0, *(np.flatnonzero(~merged)[max_reads - 1 :: max_reads] + 1), len(row)]):
+            a = slice(*part)
+            yield Elements(elements.local[a], elements.remote[a], int(self._length[row[a]].sum()), [])
+
+    def num_reads(self, group: int, local_ids: np.ndarray, remote_ids: np.ndarray, rearrange: bool) -> int:
+        """Reads of these blocks that NIXL makes, at least; arguments as of ``indices``."""
+        dense = self._dense[np.append(self._rows[group], -1)]
+        return int(np.where(dense, fewest_reads(local_ids, remote_ids, rearrange), len(local_ids)).sum())
 
 
 class Elements(NamedTuple):
@@ -118,11 +130,12 @@ class Elements(NamedTuple):
     moves: list[tuple[int, np.ndarray, np.ndarray]]
 
 
-def fewest_reads(local_ids: np.ndarray, remote_ids: np.ndarray) -> int:
+def fewest_reads(local_ids: np.ndarray, remote_ids: np.ndarray, rearrange: bool) -> int:
     """Reads of a row of pairs, in whichever of the orders of ``PageRows.indices`` has fewer."""
     order = np.argsort(local_ids, kind="stable")
     local_ids, remote_ids = local_ids[order], remote_ids[order]
-    return min(_breaks(local_ids, remote_ids), _breaks(local_ids, np.sort(remote_ids))) if len(order) else 0
+    orders = (remote_ids, np.sort(remote_ids)) if rearrange else (remote_ids,)
+    return min(_breaks(local_ids, each) for each in orders) if len(order) else 0
 
 
 def _breaks(local_ids: np.ndarray, remote_ids: np.ndarray) -> int:

@@ -1,5 +1,6 @@
 """Reads of pages into our pages by NIXL, byte for byte, from the one rank of the source whose pages lie as ours."""
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,9 +9,13 @@ from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.jobs.transfer_jobs import PullJob
 from vllm_kvtier.shapes.read_paths import direct_source
 from vllm_kvtier.wire.messages import HeadRange, RankInfo
-from vllm_kvtier.worker.nixl_pull.descriptors import PageRows, Side
+from vllm_kvtier.worker.nixl_pull.descriptors import Elements, PageRows, Side
 from vllm_kvtier.worker.nixl_pull.exported_memory import CacheMemory
 from vllm_kvtier.worker.nixl_pull.nixl_transport import NixlTransport, Transfer
+
+# The most reads of a transfer. Posting takes up to 5 us each, whatever their sizes; other pulls, the reactor and the
+# model runner may wait meanwhile.
+MAX_READS = 1000
 
 
 @dataclass
@@ -28,9 +33,10 @@ class DirectReads:
         self._peers: dict[str, _Peer] = {}  # by agent
 
     def open(self, job: PullJob, ranks: Sequence[RankInfo]) -> "DirectRead":
-        """Raises KVTierError for a block that does not exist."""
+        """Connects. Raises KVTierError for a block that does not exist."""
         info = self.source(job, ranks)
         check_blocks(job, info.num_blocks)
+        self._peer(info)
         return DirectRead(self, job, info)
 
     def source(self, job: PullJob, ranks: Sequence[RankInfo]) -> RankInfo:
@@ -47,7 +53,7 @@ class DirectReads:
     def num_reads(self, job: PullJob) -> int:
         """How many NIXL makes of a job, at least; from a connected engine."""
         rows = self._peers[self._chosen[job.instance].agent].rows
-        return sum(rows.num_reads(g.group, g.local, g.remote) for g in job.groups)
+        return sum(rows.num_reads(g.group, g.local, g.remote, self.memory.on_device) for g in job.groups)
 
     def remove(self, instance: str) -> None:
         """Its ranks may be others than before."""
@@ -60,11 +66,14 @@ class DirectReads:
         info, triples = read.info, [(g.group, g.local, g.remote) for g in read.job.groups]
         peer = self._peer(info)
         # Without a device the cost of a read is that of its bytes: merging reads gains nothing.
-        elements = peer.rows.indices(triples, rearrange=self.memory.on_device)
-        read.moves, read.bytes = elements.moves, elements.size
-        return self._transport.read(
-            info.agent, peer.local, elements.local, peer.remote, elements.remote, elements.size
-        )
+        if not read.unposted:
+            elements = peer.rows.indices(triples, rearrange=self.memory.on_device)
+            read.unposted.extend(peer.rows.split(elements, MAX_READS))
+            read.moves, read.bytes = elements.moves, 0
+        part = read.unposted.popleft()
+        transfer = self._transport.read(info.agent, peer.local, part.local, peer.remote, part.remote, part.size)
+        read.bytes += part.size
+        return transfer
 
     def _peer(self, info: RankInfo) -> _Peer:
         """Connect and prepare descriptor lists, once per connection."""
@@ -85,17 +94,19 @@ class DirectReads:
 
 @dataclass(eq=False)
 class DirectRead:
-    """One pull, in one round."""
+    """One pull, in one round of one transfer or several."""
 
     reads: DirectReads
     job: PullJob
     info: RankInfo
-    bytes: int = 0
+    bytes: int = 0  # of what was posted
+    unposted: deque[Elements] = field(default_factory=deque)  # once the first was posted
     moves: list = field(default_factory=list)
     check: Any = None
     more = False
 
     def start(self) -> Transfer:
+        """Post the next of its transfers; the first again if it has posted all."""
         return self.reads.start(self)
 
     def begin_check(self) -> None:

@@ -7,14 +7,15 @@ The agent is then *retiring*: no read begins with it, reads under way have ``GRA
 with it.
 
 ``DirectReads`` and ``StagedReads`` know what is read, where to, and how it is verified. A staged pull reads in several
-rounds, one after another.
+rounds, one after another. A direct pull of many reads is several transfers, and is verified when all have ended. A call
+of ``poll`` posts one transfer of such pulls, for the first that came; short pulls do not wait for them.
 """
 
 import enum
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -23,7 +24,7 @@ from vllm_kvtier.jobs.results import PullResult, failed_result
 from vllm_kvtier.jobs.transfer_jobs import PullJob, remember_peer
 from vllm_kvtier.logs import get_logger
 from vllm_kvtier.wire.messages import HeadRange, RankInfo
-from vllm_kvtier.worker.nixl_pull.direct_reads import DirectRead, DirectReads
+from vllm_kvtier.worker.nixl_pull.direct_reads import MAX_READS, DirectRead, DirectReads
 from vllm_kvtier.worker.nixl_pull.nixl_transport import NixlTransport, Transfer, TransferState
 from vllm_kvtier.worker.nixl_pull.peer_memory import PeerMemory
 from vllm_kvtier.worker.nixl_pull.staged_reads import StagedRead, StagedReads
@@ -41,15 +42,12 @@ GRACE_SECONDS = 1.0
 MAX_ENGINES = 64
 # So long a pull is young: it may end within an idle step.
 YOUNG_SECONDS = 10e-3
-# The most reads that the model runner's thread posts for a pull: posting takes up to 5 us each, and all requests of the
-# engine wait meanwhile. The reactor posts more.
-QUICK_READS = 1000
 # Seconds between checks of an agent that did not end when it was retired.
 RECHECK_SECONDS = 1.0
 
 
 class Stage(enum.Enum):
-    WAITING = "waiting"  # to read: for its event, another try, a new agent, room in the ring, or the reactor's thread
+    WAITING = "waiting"  # to read: for its event, another try, a new agent, room in the ring, other reads, the reactor
     READING = "reading"
     VERIFYING = "verifying"
     FAILED = "failed"  # the agent that reads may still write its blocks
@@ -61,7 +59,7 @@ class _Pull:
     job: PullJob
     started: float
     deadline: float
-    transfer: Transfer | None = None
+    transfers: deque[Transfer] = field(default_factory=deque)  # that were posted and not seen to end
     stage: Stage = Stage.READING
     reason: str = ""
     read: DirectRead | StagedRead | None = None  # once it began
@@ -69,12 +67,17 @@ class _Pull:
     not_before: float = 0.0  # to read
     began: float = 0.0  # to read, last
     rereads: int = 0
-    many_reads: bool | None = None  # None: not counted yet
+    num_reads: int | None = None  # of all its transfers, at least; None: not counted yet
     unreadable: bool = False  # see PullResult
 
     @property
     def bytes(self) -> int:
         return self.read.bytes if self.read is not None else 0
+
+    @property
+    def many_reads(self) -> bool:
+        """Whether it is several transfers."""
+        return self.num_reads is not None and self.num_reads > MAX_READS
 
 
 class Pulls:
@@ -89,6 +92,8 @@ class Pulls:
         self._retire_by: float | None = None  # when the agent retires; None: it is not retiring
         self._next_check = 0.0  # of the retired agents; 0: none was found alive yet
         self._engines_met = 0  # by the agent that reads
+        # Reads that may be posted until ``poll`` ends: of pulls of one transfer, and of all others.
+        self._budget = [MAX_READS, MAX_READS]
 
     @property
     def active(self) -> bool:
@@ -129,7 +134,7 @@ class Pulls:
         now = time.monotonic()
         pull = _Pull(job, now, now + job.timeout, after=after)
         try:
-            if self._retire_by is not None or not _free(pull) or (quick and not self._quick(pull)):
+            if not _free(pull) or not self._may_read(pull, quick):
                 pull.stage = Stage.WAITING
             else:
                 self._read(pull)
@@ -152,6 +157,7 @@ class Pulls:
             if result is not None:
                 self._pulls.remove(pull)
                 results.append(result)
+        self._budget = [MAX_READS, MAX_READS]
         if quick:
             return results
         try:
@@ -187,48 +193,61 @@ class Pulls:
     # -- stages ------------------------------------------------------------------------------------------------
 
     def _read(self, pull: _Pull) -> None:
-        pull.began = time.monotonic()
-        ranks = self._sources.get(pull.job.instance)
-        if ranks is None:
-            raise KVTierError("that engine is unknown")
+        """Post its next transfer."""
+        if pull.read is None or not pull.read.unposted:
+            pull.began = time.monotonic()
         if pull.read is None:
+            ranks = self._sources.get(pull.job.instance)
+            if ranks is None:
+                raise KVTierError("that engine is unknown")
             pull.read = (self._staged if pull.job.staged else self._direct).open(pull.job, ranks)
-        pull.transfer = pull.read.start()
-        pull.stage = Stage.READING if pull.transfer is not None else Stage.WAITING
+        self._count_reads(pull)
+        transfer = pull.read.start()
+        if transfer is None:
+            pull.stage = Stage.WAITING
+            return
+        pull.stage = Stage.READING
+        pull.transfers.append(transfer)
+        self._budget[pull.many_reads] -= min(pull.num_reads, MAX_READS)
 
-    def _quick(self, pull: _Pull) -> bool:
-        """Whether its read begins at once: from a connected engine, with few reads."""
+    def _may_read(self, pull: _Pull, quick: bool) -> bool:
+        """Whether its next transfer may be posted now. ``quick``: only of few reads, from a connected engine."""
         job = pull.job
-        if self._retire_by is not None or not (self._staged if job.staged else self._direct).connected(job.instance):
+        if self._retire_by is not None:
             return False
-        if pull.many_reads is None:  # a round of a staged pull has few
-            pull.many_reads = not job.staged and self._direct.num_reads(job) > QUICK_READS
-        return not pull.many_reads
+        if not (self._staged if job.staged else self._direct).connected(job.instance):
+            return not quick
+        self._count_reads(pull)
+        return self._budget[pull.many_reads] > 0 and not (quick and pull.many_reads)
 
-    def _cannot_read(self, pull: _Pull, error: Exception) -> PullResult:
+    def _count_reads(self, pull: _Pull) -> None:
+        if pull.num_reads is None:  # a round of a staged pull has few
+            pull.num_reads = 0 if pull.job.staged else self._direct.num_reads(pull.job)
+
+    def _cannot_read(self, pull: _Pull, error: Exception) -> PullResult | None:
         if not isinstance(error, KVTierError):
             logger.warning("kvtier: pulls: reading from %s failed", pull.job.instance, exc_info=error)
-        return self._fail_now(pull, f"cannot read from {pull.job.instance}: {error}")
+        return self._broken(pull, f"cannot read from {pull.job.instance}: {error}")
 
     def _advance(self, pull: _Pull, quick: bool) -> PullResult | None:
         now = time.monotonic()
         if pull.stage is Stage.WAITING:
             if now >= pull.deadline:
-                return self._fail_now(pull, f"the read from {pull.job.instance} could not begin in time")
-            if now < pull.not_before or self._retire_by is not None or not _free(pull):
-                return None
-            if quick and not self._quick(pull):
-                return None
+                return self._fail_now(pull, f"the read from {pull.job.instance} could not begin or go on in time")
+            ready = now >= pull.not_before and _free(pull)
+        else:
+            ready = pull.stage is Stage.READING and bool(pull.read.unposted) and now < pull.deadline
+        if ready and self._may_read(pull, quick):
             try:
                 self._read(pull)
             except Exception as error:
                 return self._cannot_read(pull, error)
         if pull.stage is Stage.READING:
-            state = self._transport.poll(pull.transfer)
-            if state is TransferState.DONE:
-                transfer, pull.transfer = pull.transfer, None
+            state = self._end_transfers(pull)
+            if state is TransferState.DONE and pull.read.unposted:
+                pull.stage = Stage.WAITING
+            elif state is TransferState.DONE:
                 pull.stage = Stage.VERIFYING
-                self._transport.release(transfer)
                 pull.read.begin_check()
             elif state is TransferState.FAILED:
                 pull.stage, pull.reason = Stage.FAILED, f"the read from {pull.job.instance} failed"
@@ -252,8 +271,17 @@ class Pulls:
             return self._verified(pull, bad)
         return None
 
+    def _end_transfers(self, pull: _Pull) -> TransferState:
+        """Release those that ended; the state of the first that did not, DONE if there is none."""
+        while pull.transfers:
+            state = self._transport.poll(pull.transfers[0])
+            if state is not TransferState.DONE:
+                return state
+            self._transport.release(pull.transfers.popleft())
+        return TransferState.DONE
+
     def _broken(self, pull: _Pull, reason: str) -> PullResult | None:
-        if pull.stage in (Stage.WAITING, Stage.VERIFYING):
+        if not pull.transfers:
             return self._fail_now(pull, reason)
         pull.stage, pull.reason = Stage.FAILED, reason
         self._begin_retiring(time.monotonic())
@@ -281,10 +309,9 @@ class Pulls:
                 why = timeout if pull.unreadable else "did not end in time after another had failed"
                 pull.stage, pull.reason = Stage.FAILED, f"the read from {pull.job.instance} {why}"
             if pull.stage is Stage.FAILED:
+                while pull.transfers:  # a reference to a handle keeps the agent alive
+                    self._transport.release(pull.transfers.popleft())
                 pull.stage = Stage.RETIRING
-                transfer, pull.transfer = pull.transfer, None
-                self._transport.release(transfer)
-                del transfer  # a reference to its handle keeps the agent alive
         self._direct.release_lists()  # so do prepared lists
         self._staged.release_lists()
         self._retire_by, self._next_check, self._engines_met = None, 0.0, 0

@@ -152,6 +152,8 @@ class StagedReads:
 class StagedRead:
     """One pull."""
 
+    unposted = ()  # a round is one transfer
+
     def __init__(self, reads: StagedReads, job: PullJob, ranks: Sequence[RankInfo]):
         self._reads, self._job, self._ranks = reads, job, ranks
         self.bytes = 0
