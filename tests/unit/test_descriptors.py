@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from vllm_kvtier.wire.geometry import GroupView, Region, geometry_mismatch
 from vllm_kvtier.worker.cache_view import CacheView
-from vllm_kvtier.worker.nixl_pull import descriptors
+from vllm_kvtier.worker.nixl_pull import descriptors, exported_memory
 from vllm_kvtier.worker.nixl_pull.descriptors import PageRows, Side, page_chunks
 from vllm_kvtier.worker.nixl_pull.exported_memory import CacheMemory
 
@@ -184,6 +184,26 @@ def test_descriptors_of_long_prompt_have_one_element_per_block_layer_and_checksu
     ids = np.random.default_rng(0).permutation(2048)[:512]
     a, *_ = page_rows(view, view).indices([(0, ids, ids)])
     assert len(a) == 512 * 37
+
+
+@pytest.mark.parametrize("order", ["LBHNC", "LBNHC", "BHLNC"])
+def test_blocks_are_rearranged_with_little_memory(monkeypatch, order):
+    """Half a gigabyte of the GPU for 128k tokens, where a layer's pages of all blocks were copied aside at once."""
+    view, aside = build(order, blocks=40, heads=4), []
+    memory, region = CacheMemory(view, host_buffer=False), view.groups[0].regions[1]
+    ids = np.arange(3, 33)
+    before, select = view.pages(region).clone(), torch.Tensor.index_select
+
+    def record(*given):
+        aside.append(select(*given))
+        return aside[-1]
+
+    monkeypatch.setattr(exported_memory, "MOVED_BYTES", len(ids) * region.block_bytes // 4)
+    monkeypatch.setattr(torch.Tensor, "index_select", record)
+    memory._rearrange(0, ids, ids[::-1].copy())
+    assert max(each.nbytes for each in aside) <= exported_memory.MOVED_BYTES
+    before[3:33] = before[3:33].flip(0)
+    assert torch.equal(view.pages(region), before)
 
 
 def test_descriptors_of_reversed_runs_are_read_joined_and_moved():

@@ -23,6 +23,8 @@ from vllm_kvtier.worker.nixl_pull.peer_memory import PeerMemory
 # SMs that verify a pull: the whole GPU, since a request waits for it. 1.2 GB take half a millisecond (H200: 2.2 TB/s
 # with 132 programs, 0.6 with the 32 that checksums of a step get).
 CHECK_PROGRAMS = 132
+# The most of the blocks' pages that are copied aside while they are rearranged: memory that the engine may not have.
+MOVED_BYTES = 64 << 20
 
 
 @dataclass
@@ -135,7 +137,9 @@ class CacheMemory(PeerMemory):
         source, target = (upload(ids, self.view.device) for ids in (start, end))
         for region in self.view.groups[group].regions:
             pages = _wide(self.view.pages(region))
-            pages.index_copy_(0, target, pages.index_select(0, source))
+            step = max(1, pages.shape[1] * MOVED_BYTES // max(1, len(start) * pages[0].nbytes))
+            for part in pages.split(step, dim=1):
+                part.index_copy_(0, target, part.index_select(0, source))
         self.arrived.index_copy_(0, target, self.arrived.index_select(0, source))
 
     def _write_table(self, ids: np.ndarray, checksums: torch.Tensor) -> None:
