@@ -1,9 +1,11 @@
 """Packaging of vllm-kvtier. vLLM itself is not a requirement: the user has chosen a build of it already."""
 
 import re
+import shutil
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
 VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "vllm_kvtier/__init__.py").read_text("utf-8"), re.M)[1]
@@ -11,6 +13,16 @@ README = ROOT / "README.md"
 OBSTORE = "obstore>=0.12,<0.13"
 MOONCAKE = "mooncake-transfer-engine-non-cuda>=0.3.13,<0.4"
 DOCS = ["mkdocs-material>=9.5,<10"]  # the site of docs/; pure Python
+
+
+class BuildAnew(build_py):
+    """pip leaves build/lib in a checkout; modules that were removed since would be installed again."""
+
+    def run(self) -> None:
+        if not self.editable_mode:
+            shutil.rmtree(self.build_lib, ignore_errors=True)
+        super().run()
+
 
 setup(
     name="vllm-kvtier",
@@ -40,7 +52,8 @@ setup(
     packages=[*find_packages(include=["vllm_kvtier", "vllm_kvtier.*"]), "vllm_kvtier.kernels"],
     package_dir={"vllm_kvtier.kernels": "csrc_triton"},
     package_data={"vllm_kvtier": ["py.typed"]},
-    install_requires=["msgspec>=0.18", "pyzmq>=25", "prometheus-client>=0.18"],
+    cmdclass={"build_py": BuildAnew},
+    install_requires=["msgspec>=0.18", "numpy>=1.24", "pyzmq>=25", "prometheus-client>=0.18"],
     extras_require={
         # NIXL for the CUDA that torch was built for; the meta package brings both and picks one.
         "cuda": ["nixl>=1.5"],

@@ -126,7 +126,7 @@ def _renamed(changed: Callable[[os.stat_result], bool], revision: str, file: Pat
         return False
     if name.read_text("utf-8", "replace").strip() != own.name:
         return True
-    others = {each: each / file.relative_to(own) for each in own.parent.iterdir() if each != own}
+    others = {each: each / file.relative_to(own) for each in own.parent.iterdir() if each != own and each.is_dir()}
     return any(
         os.path.realpath(other) != os.path.realpath(file) and (os.path.lexists(other) or bool(weight_files(snapshot)))
         for snapshot, other in others.items()

@@ -490,6 +490,25 @@ def test_matcher_requests_of_one_prefix_wait_for_one_hung_load_in_all(monkeypatc
         load(request)
 
 
+@pytest.mark.parametrize("window", [None, 8])
+def test_matcher_waits_for_part_of_a_load_only_without_windows(window):
+    """vLLM finds windows at the load's end alone: requests that shared half of their prompts loaded one by one."""
+    groups = [(HASH_BLOCK_SIZE, None), (HASH_BLOCK_SIZE, window)]
+    peers = FakePeers(groups, time.monotonic)
+    config = KVTierConfig(bidirectional=True, pull_threshold=4)
+    made = make_matcher(load_context(groups, HASH_BLOCK_SIZE, peers, config=config))
+    first, half, same = (
+        make_request(name, [*range(24), *end], HASH_BLOCK_SIZE, SOURCE)
+        for name, end in (("first", range(16)), ("half", range(16, 32)), ("same", range(18)))
+    )
+    made.match(first, 0)
+    peers.answer(peers.open[0], peers.offer(peers.open[0], 40))
+    tokens, _ = made.match(first, 0)
+    made.allocated(first, (list(range(1, 11)), list(range(11, 21))), tokens)
+    assert made.match(same, 0) == (None, False) and not peers.open, "it waits"
+    assert made.match(half, 0) == (None, False) and bool(peers.open) is (window is not None)
+
+
 def test_matcher_queries_next_source_after_refusal():
     made, peers = matcher()
     params = {"do_remote_decode": True, "kvtier": {"sources": [{"host": h, "port": 1} for h in "abc"]}}

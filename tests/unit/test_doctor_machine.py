@@ -102,7 +102,7 @@ def test_doctor_probe_names_feature_lost_by_a_row(monkeypatch, feature, state, f
         "name": "block pool", "feature": feature, "need": "blocks", "how": "name", "state": state,
         "reason": "touch is missing",
     }  # fmt: skip
-    done = SimpleNamespace(stdout=json.dumps({"rows": [row]}), stderr="", returncode=0)
+    done = SimpleNamespace(stdout="INFO what vLLM logs\n" + json.dumps({"rows": [row]}), stderr="", returncode=0)
     monkeypatch.setattr(packages.subprocess, "run", lambda *a, **k: done)
     (check,) = packages.probe()
     assert check.state == found and words in check.message and (check.fix != "") == (found != "ok")

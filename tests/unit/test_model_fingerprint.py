@@ -626,6 +626,8 @@ def test_model_fingerprint_of_hub_name_whose_revision_is_written_anew(tmp_path, 
         return ns.model_fingerprint(model("org/model")) == before
 
     assert same()
+    (hub / "snapshots" / ".DS_Store").write_text("a file")
+    assert same()
     (older := hub / "snapshots" / ("1" * 40)).mkdir()
     (older / "README.md").write_text("only that")
     assert same()

@@ -20,6 +20,9 @@ def build(root, tmp_path_factory):
     unwanted = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist")
     shutil.copytree(root, tree, ignore=unwanted)
 
+    (stale := tree / "build" / "lib" / "vllm_kvtier" / "removed.py").parent.mkdir(parents=True)
+    stale.touch()  # as pip leaves it; each file of a wheel must be in the tree
+
     def build(kind: str) -> Path:
         out = tmp_path_factory.mktemp(kind)
         code = f"from setuptools import build_meta; print(build_meta.build_{kind}({str(out)!r}))"
@@ -69,7 +72,7 @@ def test_wheel_contains_package_and_kernels_only(wheel, root):
         assert f"vllm_kvtier/kernels/{path.relative_to(root / 'csrc_triton')}" in names
     for path in (root / "vllm_kvtier").rglob("*.py"):
         assert str(path.relative_to(root)) in names, "a package without __init__.py?"
-    assert "vllm_kvtier/py.typed" in names
+    assert "vllm_kvtier/py.typed" in names and "vllm_kvtier/removed.py" not in names
     assert [name for name in names if name.endswith("/LICENSE")]
 
 
@@ -104,7 +107,7 @@ def test_package_metadata_is_complete(wheel):
     assert f"\nVersion: {vllm_kvtier.__version__}\n" in metadata
     requires = re.findall(r"^Requires-Dist: (.+)$", metadata, re.M)
     hard = {re.match(r"[\w-]+", line)[0] for line in requires if "extra ==" not in line}
-    assert hard == {"msgspec", "pyzmq", "prometheus-client"}
+    assert hard == {"msgspec", "numpy", "pyzmq", "prometheus-client"}
     assert set(re.findall(r"^Provides-Extra: (.+)$", metadata, re.M)) >= {"cuda", "cpu", "proxy", "test"}
     assert not [line for line in requires if re.match(r"(vllm|torch)\b(?!-)", line)], "the user's choice"
     points = wheel.read(f"{info}/entry_points.txt").decode()

@@ -143,7 +143,7 @@ def test_operators_store_waits_for_memory_of_the_one_before(tmp_path, monkeypatc
     """Engines keep that for some seconds: a store that takes most of a machine failed at once when it was started
     again, a few times a second, and service managers give up then."""
     monkeypatch.setattr(server_module, "IN_USE_POLL_SECONDS", 0.01)
-    free, path = [1 << 20] * 3 + [1 << 23], str(tmp_path / "s.sock")
+    free, path = [1 << 20] * 3 + [1 << 23] * 2, str(tmp_path / "s.sock")
     monkeypatch.setattr(server_module, "memory_limits", lambda: MemoryLimits(1 << 23, free.pop(0), "its memory"))
     server = StoreServer(path, StoreOptions(size="4MiB"), launched=False)
     server.start()
@@ -176,6 +176,15 @@ def test_store_asks_how_children_find_the_package_before_it_serves(tmp_path, mon
     finally:
         server.stop()
     assert threads == [threading.current_thread()]
+
+
+def test_store_that_fits_in_forbidden_huge_pages_only_is_refused(tmp_path, monkeypatch):
+    """Small pages of the same size would fill its container, and an engine's with it."""
+    limits = MemoryLimits(1 << 23, 1 << 23, "this container's memory", 1 << 30, 1 << 30)
+    monkeypatch.setattr(server_module, "memory_limits", lambda: limits)
+    monkeypatch.setattr(PoolMemory, "_try_huge", lambda *_, **__: None)
+    with pytest.raises(ConfigError, match="does not fit"):
+        StoreServer(str(tmp_path / "s.sock"), StoreOptions(size="64MiB"))
 
 
 def test_store_failed_start_releases_lock(tmp_path):

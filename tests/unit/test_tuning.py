@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from vllm_kvtier import file_digests
+from vllm_kvtier.quality import record
 from vllm_kvtier.worker import tuning
 from vllm_kvtier.worker.tuning import Choice, Rule, Tuning
 
@@ -72,6 +73,7 @@ def test_caches_of_user_without_home_directory_raise_nothing(monkeypatch, tmp_pa
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
     assert tuning.for_device("NVIDIA X/200") == tuning.DEFAULT
+    assert record.load("a model") is None
     (tmp_path / "weights").write_bytes(b"w")
     monkeypatch.setattr(file_digests, "SETTLED_NS", -10_000_000_000)  # as if it were old
     assert file_digests.file_digests([tmp_path / "weights"])

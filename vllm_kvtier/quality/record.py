@@ -90,8 +90,9 @@ DEFAULT_LIMITS = Limits()
 
 def directory() -> Path:
     """The default directory of records."""
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "vllm-kvtier" / "quality"
+    # Raises nothing for a user without a home directory.
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(base) / "vllm-kvtier" / "quality"
 
 
 def load(fingerprint: str, folder: Path | None = None) -> Record | None:

@@ -55,10 +55,10 @@ def probe() -> list[Check]:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=_PROBE_SECONDS, cwd="/", env=package_environment()
         )
-        rows = json.loads(done.stdout)["rows"]
+        rows = json.loads(done.stdout.splitlines()[-1])["rows"]  # behind what vLLM up to 0.30 logs there
     except subprocess.TimeoutExpired:
         return [unknown("probe of vLLM", f"importing vLLM takes more than {_PROBE_SECONDS:g} s")]
-    except ValueError:
+    except (ValueError, IndexError):
         return [fail("probe of vLLM", f"importing it ends the process: {_end_of(done)}", "reinstall vLLM")]
     return [_row(row) for row in rows]
 

@@ -40,6 +40,7 @@ class RequestMatcher:
             context.checksum_index,
         )
         self._caches = context.engine.info.prefix_caching  # else vLLM has nothing of a load for another request
+        self._whole_prefixes = all(kind.whole_prefix for _, kind in self._geometry.groups)
         self._load_or_recompute = LoadOrRecompute(context)
         self._source_selector = SourceSelector(context, sources)
         self._looking_ahead = self._source_selector.looking_ahead
@@ -258,7 +259,7 @@ class RequestMatcher:
         """Whether another request loads the block that this one needs next, and half of that load is of use here.
 
         vLLM has these blocks in its prefix cache when that load ends. A short prompt does not wait for a long load that
-        it shares only the beginning of.
+        it shares only the beginning of. Windows and states are there at the load's end only: all of it must be shared.
         """
         if not (self._loading_hashes and self._caches) or state.request.skip_reading_prefix_cache:
             return False
@@ -275,9 +276,9 @@ class RequestMatcher:
             return False  # it hangs, or those before it failed: a time limit for all of them
         if state.waits_for != other:
             # A block's hash is of all tokens up to its end: if this one is the same, those before it are.
-            load = loading.loading_hashes
-            last = first + (len(load) + 1) // 2 - 1
-            in_load = last - loading.num_computed_tokens // hash_block_size
+            load, start = loading.loading_hashes, loading.num_computed_tokens // hash_block_size
+            last = first + (len(load) + 1) // 2 - 1 if self._whole_prefixes else start + len(load) - 1
+            in_load = last - start
             if last >= len(block_hashes) or in_load >= len(load) or bytes(block_hashes[last]) != load[in_load]:
                 return False
             state.waits_for, state.load_wait_began = loading.request.request_id, began

@@ -14,7 +14,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,6 +96,8 @@ class StoreServer:
                 interleave=options.numa == "interleave",
             )
             cleanup.callback(self.memory.close)
+            if not self.memory.huge_pages:  # those that are free may be forbidden; then it must fit without them
+                _pool_bytes(replace(options, huge_pages="never"), 0.0)
             self._listener = listen_socket.listen(path)
             self._socket_file = listen_socket.file_id(path)
             cleanup.callback(self._listener.close)
