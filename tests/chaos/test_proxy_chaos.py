@@ -3,6 +3,7 @@
 import asyncio
 import random
 import socket
+import time
 
 import httpx
 import pytest
@@ -12,6 +13,7 @@ from vllm_kvtier.proxy.config import EngineAddress, ProxyConfig
 from vllm_kvtier.proxy.engines import engine as engine_module
 from vllm_kvtier.proxy.engines import export_release
 from vllm_kvtier.proxy.engines.engine import Engine, EngineFailure
+from vllm_kvtier.proxy.routes.generation import Generation
 
 
 async def begin_stream(c: Cluster, *texts: str, **fields) -> httpx.Response:
@@ -68,6 +70,23 @@ async def test_stalled_prefill_engine_meets_deadline_and_is_aborted():
         reply = await within(5, c.chat("u1"))
         assert reply.status_code == 200 and len(c.d[0].seen) == 1
         await within(5, c.p[0].seen[0].aborted.wait())
+        assert c.core.prefill[0].failures and c.core.prefill[0].instance
+
+
+async def test_prefill_engine_that_had_but_the_rest_of_the_time_is_only_probed(monkeypatch):
+    """Others had most of it. This one is well, and computes."""
+    monkeypatch.setattr(Generation, "_prefill_deadline", lambda self: time.monotonic() + 0.1)
+    async with Cluster(prefill_timeout=600) as c:
+        c.p[0].hold = asyncio.Event()
+        reply = await within(5, c.chat("u1"))
+        assert reply.status_code == 200 and alone(c.d[0].seen[0])
+        await c.until(lambda: c.p[0].probes)
+        engine = c.core.prefill[0]
+        assert engine.healthy and not engine.failures and not engine.instance
+        monkeypatch.undo()
+        c.p[0].hold = None
+        await c.chat("u2")
+        assert not alone(c.d[0].seen[-1])
 
 
 async def test_prefill_retry_uses_another_engine_and_backoff_grows(monkeypatch):

@@ -38,13 +38,14 @@ class EngineFailure(KVTierError):
     """An engine could not be reached, closed the connection, or did not answer in time.
 
     ``unreached``: no connection was made, so that the engine cannot have started the request. ``lives``: it answered,
-    and has not restarted.
+    and has not restarted. ``late``: a time limit of the proxy's for its answer has passed, and nothing else.
     """
 
-    def __init__(self, message: str, *, unreached: bool = False, lives: bool = False):
+    def __init__(self, message: str, *, unreached: bool = False, lives: bool = False, late: bool = False):
         super().__init__(message)
         self.unreached = unreached
         self.lives = lives
+        self.late = late
 
 
 class AnswerTooLarge(EngineFailure):
@@ -276,6 +277,6 @@ class engine_errors:
         if isinstance(error, aiohttp.ClientError):
             raise EngineFailure(f"{self._engine} broke off ({type(error).__name__}: {error}).") from error
         if isinstance(error, TimeoutError | asyncio.TimeoutError):
-            raise EngineFailure(f"{self._engine} {self._when_late}.") from error
+            raise EngineFailure(f"{self._engine} {self._when_late}.", late=True) from error
         if isinstance(error, OSError):
             raise EngineFailure(f"{self._engine} broke off ({error}).") from error

@@ -4,8 +4,9 @@ Failures and their handling:
 
 * No slot is free: the request waits at most ``queue_timeout``. After that, or if the queue is full: 429 with
   Retry-After.
-* The prefill engine fails or is late: it becomes unavailable and another one is tried. After that, the
-  decode engine computes the prompt, or pulls from another decode engine that has the conversation.
+* The prefill engine fails or is late: it becomes unavailable and another one is tried, for the rest of the time. If
+  that one is late, it is only probed. After that, the decode engine computes the prompt, or pulls from another decode
+  engine that has the conversation.
 * The prefill engine answers 4xx: another one is tried, too, and the first stays available. It may lack a model, an
   adapter, a parser or a length; or the client's request is at fault, and the decode engine says so.
 * The decode engine refuses what another may serve (``engines.refusals``): the next available one is tried. Otherwise
@@ -58,6 +59,8 @@ logger = get_logger(__name__)
 
 # In a chat's first event, which has nothing else. Within a text its quotes have backslashes.
 _ROLE = b'"delta":{"role":'
+
+_ALMOST_ALL = 0.9  # of the time for prefills: an engine that had as much and is late has failed
 
 
 class StreamRefused(EngineFailure):
@@ -210,7 +213,10 @@ class Generation(EngineRequest):
             return Prefill.FAILED if failure.unreached else Prefill.DONE
         except EngineFailure as failure:
             self._core.count("prefill_failures")
-            engine.mark_unavailable(str(failure), may_have_restarted=not failure.lives)
+            if failure.late and deadline - began < _ALMOST_ALL * self._config.prefill_timeout:
+                engine.check()  # others had the rest of the time
+            else:
+                engine.mark_unavailable(str(failure), may_have_restarted=not failure.lives)
             return Prefill.FAILED if failure.unreached or failure.lives else Prefill.LOST
         if reply.status != 200:
             self._core.count("prefill_declined" if reply.status < 500 else "prefill_failures")
