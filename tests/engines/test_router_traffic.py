@@ -78,6 +78,26 @@ async def test_router_with_nixl_fields_only_still_pulls(fleet, driver, http):
     await driver.assert_right(reply, prompt)
 
 
+async def test_export_outlives_the_refusal_of_a_router_that_releases(fleet, driver, http):
+    """vLLM submits what its server refuses, aborted, with the same params; the router may ask another engine."""
+    prompts = [random_tokens(random.Random(name), 200) for name in ("kept", "released")]
+    kept, released = [(await driver.prefill(fleet.prefill, prompt)).params for prompt in prompts]
+    kept["kvtier"]["router_releases"] = True
+    for prompt, params in zip(prompts, (kept, released), strict=True):
+        body = {**request_for(prompt, 12), "model": "none", "kv_transfer_params": params}
+        assert (await http.post(f"{fleet.decode.base_url}/v1/completions", json=body)).status_code == 404
+
+    async def is_released() -> bool:
+        return (await driver.query(fleet.prefill, prompts[1])).exported == 0
+
+    await driver.until(is_released, 5.0, "the other one is released, after this one would be")
+    assert (await driver.query(fleet.prefill, prompts[0])).exported >= 192
+    reply = await driver.ask(fleet.decode, prompts[0], 12, kept)
+    assert reply.pulled == 200
+    await driver.assert_right(reply, prompts[0])
+    await driver.until_no_exports(fleet.prefill)
+
+
 # llm-d's P2P sharing (experimental) names a peer of OffloadingConnector, at a port where nothing of ours listens.
 KV_SOURCE = {"remote_kv_source": {"kv_request_id": "kv-1", "remote_host": "127.0.0.1", "remote_port": 7777}}
 

@@ -72,6 +72,28 @@ def _early_params(tokens):
     }
 
 
+@pytest.mark.parametrize("ends", ["unmatched", "matched", "computed here", "computed unmatched"])
+@pytest.mark.parametrize("router_releases", [False, True])
+def test_router_that_releases_keeps_export_of_a_request_that_ends_before_it_is_matched(ends, router_releases):
+    """It may send a request that this engine has not begun to another one, with the same params."""
+    matcher, peers = _matcher([(HASH_BLOCK_SIZE, None)])
+    released = []
+    peers.release_export = lambda address, export: released.append(export)
+    own = {"router_releases": router_releases}
+    request = make_request("r", list(range(20)), HASH_BLOCK_SIZE, {**HANDOFF, "kvtier": own})
+    if ends == "matched":
+        assert matcher.match(request, 0) == (None, False)
+    if ends == "computed unmatched":
+        request.num_computed_tokens = 20
+    if ends == "computed here":
+        matcher.release_all(request)
+        assert released == ["e"]
+    else:
+        matcher.finished(request)
+        assert bool(released) != (router_releases and ends == "unmatched") and set(released) <= {"e"}
+        assert not len(matcher)
+
+
 @pytest.mark.parametrize("length", [17, 18, 19, 20, 21])
 def test_matching_with_windows_computes_the_last_token(length):
     """vLLM gives no block for what only the last token's window reaches once it counts that token as there."""

@@ -12,6 +12,7 @@ from vllm_kvtier.proxy.engines.engine import EngineSlot
 from vllm_kvtier.proxy.engines.fleet import Fleet
 from vllm_kvtier.proxy.messages.request_bodies import find_form_field
 from vllm_kvtier.proxy.routing.admission import Choice
+from vllm_kvtier.scheduler.matching.transfer_params import read
 
 
 def preferred(c, role):
@@ -95,6 +96,44 @@ async def test_client_error_does_not_wait_for_an_unavailable_engine(status):
         c.core.decode[1].mark_unavailable("It hangs.")
         c.d[0].status, c.d[1].hold = status, asyncio.Event()
         assert (await c.chat("u1")).status_code == (503 if status == 404 else status) and not c.d[1].seen
+
+
+@pytest.mark.parametrize("all_refuse", [False, True])
+@pytest.mark.parametrize("status", [400, 404, 503])
+async def test_decode_engines_leave_the_release_of_an_export_to_the_proxy(status, all_refuse):
+    async with Cluster(d=2) as c:
+        preferred(c, "decode")[0].status = status
+        c.d[1].status = status if all_refuse else 200
+        reply = await c.chat("u1")
+        sent = [read(seen.body["kv_transfer_params"]).handoff for each in c.d for seen in each.seen]
+        assert len(sent) == (1 if status == 400 else 2) and len(set(sent)) == 1
+        assert all(each.router_releases for each in sent) and sent[0].export == "secret-export-P0-1"
+        if reply.status_code == 200:
+            assert c.released.empty()
+        else:
+            assert (await asyncio.wait_for(c.released.get(), 5)).export == sent[0].export and c.released.empty()
+
+
+async def test_params_without_an_export_are_passed_on_as_they_are():
+    """The proxy cannot release what it does not know."""
+    async with Cluster() as c:
+        own = c.p[0].params({"max_tokens": 1})
+        own["kvtier"].pop("export")
+        c.p[0].params = lambda body: own
+        await c.chat("u1")
+        assert c.d[0].seen[0].body["kv_transfer_params"] == own
+
+
+async def test_export_of_a_followed_prefill_is_left_to_the_proxy():
+    """Also that of a prefill which has not ended: the decode engine may not have asked for it."""
+    async with following() as c:
+        asked = asyncio.create_task(c.chat("hello"))
+        await c.p[0].until_seen(1)
+        handoff = read((await c.d[0].until_seen(1)).body["kv_transfer_params"]).handoff
+        assert handoff.follow and handoff.router_releases
+        asked.cancel()
+        export = await asyncio.wait_for(c.released.get(), 5)
+        assert (export.export, (export.host, export.port)) == (handoff.export, handoff.address)
 
 
 async def test_decode_engine_that_refused_beside_the_prefill_is_not_asked_again():

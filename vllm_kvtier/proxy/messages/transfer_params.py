@@ -60,6 +60,14 @@ class TransferParams:
         return Export(host=host, port=port, export=export)
 
     @property
+    def for_decode(self) -> msgspec.Raw | dict[str, Any]:
+        """What a decode engine gets: with the promise that the proxy releases the export if no engine begins the
+        request. A decode engine that refuses it then leaves the export to the next one."""
+        if self.export is None:
+            return self.raw
+        return _FIELDS.decode(self.raw) | {"kvtier": self.own | {"router_releases": True}}
+
+    @property
     def report(self) -> dict[str, Any]:
         """The counts that a client may see."""
         return {name: self.own[name] for name in _REPORT_FIELDS if name in self.own}
@@ -114,17 +122,17 @@ def prefill_params(sources: list[Source], export_as: str = "") -> dict[str, Any]
     return {"do_remote_decode": True, "do_remote_prefill": False, **unset, **({"kvtier": own} if own else {})}
 
 
-def following_params(prefill: Source, export: str) -> dict[str, Any]:
-    """Params for a decode engine that gets the request together with the engine ``prefill``: pull what that computes,
-    as it computes it."""
+def following_params(engine_id: str, export: Export) -> dict[str, Any]:
+    """Params for a decode engine that gets the request together with the prefill engine of this id: pull what that
+    computes, as it computes it."""
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,
-        "remote_engine_id": prefill.engine_id,
-        "remote_request_id": export,
-        "remote_host": prefill.host,
-        "remote_port": prefill.port,
-        "kvtier": {"export": export, "follow": True},
+        "remote_engine_id": engine_id,
+        "remote_request_id": export.export,
+        "remote_host": export.host,
+        "remote_port": export.port,
+        "kvtier": {"export": export.export, "follow": True, "router_releases": True},
     }
 
 

@@ -20,7 +20,7 @@ import time
 import uuid
 
 from vllm_kvtier.proxy.engines.engine import Engine, EngineSlot
-from vllm_kvtier.proxy.messages.transfer_params import following_params
+from vllm_kvtier.proxy.messages.transfer_params import Export, following_params
 from vllm_kvtier.proxy.routes.client_answer import Answer
 from vllm_kvtier.proxy.routes.generation import Generation, Prefill
 
@@ -57,10 +57,12 @@ class FollowingGeneration(Generation):
         of the decode engine for which another one is to be tried.)"""
         source, name = prefill.engine.last_named, uuid.uuid4().hex
         assert source is not None, "_can_follow"
+        self._export = Export(source.host, source.port, name)
         self._core.count("followed")
         deadline = self._prefill_deadline()
         prefilling = asyncio.create_task(self._prefill_at(prefill.engine, self._prefill_body(name), deadline))
-        decoding = asyncio.create_task(self._decode_at(decode.engine, decode, following_params(source, name)))
+        params = following_params(source.engine_id, self._export)
+        decoding = asyncio.create_task(self._decode_at(decode.engine, decode, params))
         taken: Answer | None = None
         try:
             await asyncio.wait((prefilling, decoding), return_when=asyncio.FIRST_COMPLETED)

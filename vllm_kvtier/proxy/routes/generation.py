@@ -43,6 +43,7 @@ from vllm_kvtier.proxy.messages import response_rewriter, sse
 from vllm_kvtier.proxy.messages.incoming_request import Incoming
 from vllm_kvtier.proxy.messages.request_bodies import ClientRequest
 from vllm_kvtier.proxy.messages.transfer_params import (
+    Export,
     Source,
     TransferParams,
     decode_only_params,
@@ -99,6 +100,7 @@ class Generation(EngineRequest):
         self._route: ConversationRoute | None = None
         self._prefill_engine: Engine | None = None
         self._prefill_params: TransferParams | None = None
+        self._export: Export | None = None  # which a prefill engine keeps, or may keep, for the decode engine
         self._decode_engine: Engine | None = None
         self._decode_source: Source | None = None  # the endpoint that the decode engine's answer names
         self._prefill_by: float | None = None  # deadline of all its prefills, once the first has begun
@@ -131,9 +133,8 @@ class Generation(EngineRequest):
                 prefill.release()
             if decode is not None and (answer is None or answer.slot is None):
                 decode.release()
-            export = self._prefill_params.export if self._prefill_params is not None else None
-            if export is not None and self._decode_engine is None:
-                core.releaser.schedule(export)
+            if self._export is not None and self._decode_engine is None:
+                core.releaser.schedule(self._export)
             self._refusals.end()
 
     async def _run(self, prefill: EngineSlot | None, decode: EngineSlot) -> Answer:
@@ -232,6 +233,7 @@ class Generation(EngineRequest):
         self._prefill_params = find_params(document)
         if self._prefill_params is not None:
             engine.learn(self._prefill_params)
+            self._export = self._prefill_params.export
             self._core.count("prefilled")
         return Prefill.DONE
 
@@ -312,7 +314,7 @@ class Generation(EngineRequest):
     def _decode_params(self, engine: Engine) -> msgspec.Raw | dict[str, Any]:
         """The prefill engine's params, else the sources of the conversation. Without params, no pulls are reported."""
         if self._prefill_params is not None:
-            return self._prefill_params.raw
+            return self._prefill_params.for_decode
         useful = self._config.bidirectional and self._request.can_prefill_elsewhere
         return decode_only_params(self._core.router.sources(self._route, exclude=engine) if useful else [])
 

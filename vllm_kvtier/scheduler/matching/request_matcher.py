@@ -86,10 +86,14 @@ class RequestMatcher:
             self._tracked[request.request_id] = state
         return state
 
-    def _release_unused(self, state: RequestState) -> None:
+    def _release_unused(self, state: RequestState, ended: bool = False) -> None:
         """The request ended, or is computed here."""
         if state.life.state is State.NEW and state.candidates is None:  # else its sources release the export
-            self._source_selector.release_export(state)
+            handoff = promised(state.request)
+            # vLLM submits also a request that its server refuses, aborted, and another engine may take that.
+            refused = ended and not vr.scheduled_tokens(state.request)
+            if not (refused and handoff is not None and handoff.router_releases):
+                self._source_selector.release_export(state)
         self._source_selector.release_held(state)
         self._source_selector.cancel_prefetch(state)
         self._queued_handoffs.pop(state.request.request_id, None)
@@ -515,7 +519,7 @@ class RequestMatcher:
     def finished(self, request: Any) -> RequestState:
         """The request ended: release what it holds, unless the workers still read."""
         state = self.track(request)
-        self._release_unused(state)
+        self._release_unused(state, ended=True)
         self._planner.remove_request(request.request_id)
         self._source_selector.advance(state, Event.FINISH)
         if state.life.state is State.GONE:

@@ -49,13 +49,15 @@ class EarlyReadInfo:
 @dataclass(frozen=True)
 class PrefillHandoff:
     """A prefill promised to us. ``follow``: it may still run, or wait to run. ``expires_in``: seconds that its engine
-    keeps it for; infinite if the params do not say."""
+    keeps it for; infinite if the params do not say. ``router_releases``: the router may send the request to another
+    engine if this one does not begin it, and releases the export if none does."""
 
     address: Address
     export: str
     early_read: EarlyReadInfo | None = field(default=None, compare=False)
     follow: bool = False
     expires_in: float = field(default=math.inf, compare=False)
+    router_releases: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -117,8 +119,9 @@ def read(params: Any) -> Hints:
     stores = _stores(ours.get("stores"))
     if params.get("do_remote_prefill"):
         if remote:
-            early, follow = _early_read_info(params, ours), ours.get("follow") is True
-            handoff = PrefillHandoff(remote, export, early, follow, _expires_in(ours.get("expires_in")))
+            early, expires_in = _early_read_info(params, ours), _expires_in(ours.get("expires_in"))
+            follow, router_releases = ours.get("follow") is True, ours.get("router_releases") is True
+            handoff = PrefillHandoff(remote, export, early, follow, expires_in, router_releases)
             return Hints(handoff=handoff, stores=stores, asked=True)
         return Hints(stores=stores, asked=True)
     peers = [remote] if remote else []
