@@ -71,7 +71,6 @@ class Engine:
         #: Requests here whose prefill has not ended; and whether an engine can pull from here while it prefills.
         self.followed_prefills = 0
         self.can_be_followed = False
-        self.keeper: object = None  # for which a slot is kept here (``routes.slot_pair``)
         #: Called when its health changes, to serve waiting requests or tell them that none can be served.
         self.on_change: Callable[[Engine], None] = lambda engine: None
         #: Called when it is found to lack something.
@@ -113,7 +112,7 @@ class Engine:
 
     @property
     def full(self) -> bool:
-        return 0 < self.limit <= self.outstanding + (self.keeper is not None)
+        return 0 < self.limit <= self.outstanding
 
     @property
     def load(self) -> float:

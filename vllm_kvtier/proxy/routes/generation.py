@@ -52,7 +52,6 @@ from vllm_kvtier.proxy.messages.transfer_params import (
 )
 from vllm_kvtier.proxy.routes.client_answer import JSON, Answer, forwarded, forwarded_headers, is_stream, unavailable
 from vllm_kvtier.proxy.routes.engine_request import EngineRequest, for_client
-from vllm_kvtier.proxy.routes.slot_pair import SlotPair
 from vllm_kvtier.proxy.routing.admission import QueueFull
 from vllm_kvtier.proxy.routing.conversations import ConversationRoute, Holder, Name, name_conversation
 from vllm_kvtier.proxy.routing.prompt import Prompt
@@ -118,7 +117,8 @@ class Generation(EngineRequest):
         deadline = time.monotonic() + self._config.queue_timeout
         prefill = decode = answer = None
         try:
-            prefill, decode = await self._slots(deadline)
+            prefill = await self._prefill_slot(deadline)
+            decode = await self._decode_slot(deadline, prefilled=prefill is not None)
             if decode is None:
                 return unavailable("All decode engines are drained.")
             tokens = self._prompt.tokens
@@ -152,20 +152,14 @@ class Generation(EngineRequest):
 
     # -- engine slots ----------------------------------------------------------------------------------------------
 
-    async def _slots(self, deadline: float) -> tuple[EngineSlot | None, EngineSlot | None]:
-        """Slots at a prefill engine, None if the request needs none, and at a decode engine, None if all are drained.
-        Raises QueueFull."""
-        request = self._request
-        short = not request.can_prefill_elsewhere or request.prompt_chars < self._config.min_prefill_chars
-        if short or not any(engine.usable for engine in self._core.prefill):
-            return None, await self._decode_slot(deadline, prefilled=False)
-        pair = SlotPair(self._core.router, self._prompt, self._route)
-        try:
-            await pair.acquire(lambda role, choose: self._acquire(role, choose, deadline))
-        finally:
-            if pair.kept is not None:
-                self._core.admission.serve_waiting("decode")
-        return pair.prefill, pair.decode
+    async def _prefill_slot(self, deadline: float) -> EngineSlot | None:
+        """A slot at a prefill engine; None if the request needs none. Raises QueueFull."""
+        request, router = self._request, self._core.router
+        if not request.can_prefill_elsewhere or request.prompt_chars < self._config.min_prefill_chars:
+            return None
+        if not any(engine.usable for engine in self._core.prefill):
+            return None
+        return await self._acquire("prefill", lambda: router.choose_prefill(self._prompt), deadline)
 
     async def _decode_slot(self, deadline: float, *, prefilled: bool) -> EngineSlot | None:
         """A slot at a decode engine; None if all are drained, or were asked. Raises QueueFull."""
@@ -192,7 +186,6 @@ class Generation(EngineRequest):
             choice = self._core.router.choose_prefill(self._prompt, asked)
             if choice is None or choice.engine is None:
                 return
-            choice.engine.lacking.tried(self._refusals.wants)
             self._core.metrics.retried("prefill")
             slot.move(choice.engine, choice.tokens)
 

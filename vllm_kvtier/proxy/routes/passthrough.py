@@ -184,6 +184,7 @@ class Passthrough(EngineRequest):
             free = next((engine for engine in usable if not engine.full), None)
             if free is None:
                 return Choice(None, full=waits_for(usable, getattr(self._core.fleet, role)))
+            free.lacking.tried(self._refusals.wants)
             return Choice(free, tokens if self._rule.salted else 0)
 
         return await self._acquire(role, choose, deadline)

@@ -1,9 +1,9 @@
 """Admission: which request gets a slot at an engine now, which waits, and which is refused with 429.
 
 Requests wait for a slot at any engine of a role: fairly between tenants (``_WaitQueue``), first come first served
-within a tenant. A request that needs a prefill and a decode engine takes both slots, at once (``routes.slot_pair``),
-before it is sent to the prefill engine; otherwise that engine would hold computed blocks that no decode engine can
-take. If no engine of a role is available, requests do not wait.
+within a tenant. A request that needs a prefill and a decode engine takes both slots before it is sent to the prefill
+engine; otherwise that engine would hold computed blocks that no decode engine can take. If no engine of a role is
+available, requests do not wait.
 
 If the queue is full, a new request displaces the newest request of the tenant with most waiting, unless its own tenant
 has as many. So a tenant that fills the queue does not keep others out.
@@ -97,7 +97,6 @@ class Admission:
         if choice is None:
             return None
         if choice.engine is not None:
-            choice.engine.lacking.tried(wants)
             return EngineSlot(choice.engine, choice.tokens)
         queue = self._queues[role]
         if sum(map(len, self._queues.values())) >= self.config.queue_limit and not self._displace_newest(tenant):
@@ -128,8 +127,6 @@ class Admission:
     def serve_waiting(self, role: str, *, anew: bool = False, wants: Wants = None) -> None:
         """Grant the free slots to waiting requests. Of those for the same full engines, the first is asked. ``anew``:
         all are, or all that want ``wants``: other engines may serve them than when they were asked last, or none."""
-        if role == "prefill":  # for which some of those wait as well
-            self.serve_waiting("decode", anew=anew, wants=wants)
         queue = self._queues[role]
         full: set[frozenset[Engine]] = set()
         for waiter in queue.in_turn():
@@ -149,7 +146,6 @@ class Admission:
             else:
                 # Removed from the queue first, because taking the slot may call this method.
                 queue.serve(waiter, self._cost(choice.tokens))
-                choice.engine.lacking.tried(waiter.wants)
                 waiter.result.set_result(EngineSlot(choice.engine, choice.tokens))
 
     def request_ended(self, role: str) -> None:

@@ -50,6 +50,7 @@ class Router:
             return Choice(None, full=waits_for(usable, self._fleet.prefill))
         expected = self.policy.expect(prompt)
         engine = min(free, key=lambda e: self._rank(e, expected(e).cost))
+        engine.lacking.tried(prompt.wants)
         return Choice(engine, expected(engine).uncached)
 
     def choose_decode(
@@ -61,6 +62,7 @@ class Router:
         if not free:  # a request that waits asks at the end of each other one: its prompt is not looked up
             return Choice(None, full=waits_for(usable, self._fleet.decode)) if usable else None
         engine = next(engine for engine in self.rank_decode(prompt, route, prefilled) if engine in free)
+        engine.lacking.tried(prompt.wants)
         return Choice(engine, 0 if prefilled else self.policy.expect(prompt)(engine).uncached)
 
     def rank_decode(self, prompt: Prompt, route: ConversationRoute | None, prefilled: bool = False) -> list[Engine]:
@@ -123,7 +125,5 @@ def candidates(engines: Iterable[Engine], wants: Wants, asked: Asked = NOT_ASKED
 
 
 def waits_for(usable: Iterable[Engine], engines: Iterable[Engine]) -> frozenset[Engine] | None:
-    """``Choice.full`` of a request that waits for ``usable``, which are full, of a role's ``engines``. One that
-    keeps a slot is full, but not for its keeper."""
-    all_full = all(engine.full and engine.keeper is None for engine in engines if engine.usable)
-    return None if all_full else frozenset(usable)
+    """``Choice.full`` of a request that waits for ``usable``, which are full, of a role's ``engines``."""
+    return None if all(engine.full for engine in engines if engine.usable) else frozenset(usable)
