@@ -19,7 +19,7 @@ class BuildAnew(build_py):
     """pip leaves build/lib in a checkout; modules that were removed since would be installed again."""
 
     def run(self) -> None:
-        if not self.editable_mode:
+        if not getattr(self, "editable_mode", False):  # setuptools before 64 has none
             shutil.rmtree(self.build_lib, ignore_errors=True)
         super().run()
 

@@ -108,13 +108,13 @@ def has_own_times(state: os.stat_result) -> bool:
     """False for a folder in a bucket that is mounted (gcsfuse, blobfuse2): both of its times are those of a look at it,
     the same or some nanoseconds apart."""
     together = abs(state.st_ctime_ns - state.st_mtime_ns) < 1_000_000
-    return not (stat.S_ISDIR(state.st_mode) and together and is_fuse(state.st_dev))
+    return not (stat.S_ISDIR(state.st_mode) and together and is_on("fuse", state.st_dev))
 
 
 @functools.lru_cache(256)
-def is_fuse(device: int) -> bool:
-    """By ``st_dev``."""
-    return device in _devices(("fuse",))
+def is_on(kind: str, device: int) -> bool:
+    """Whether a file of this ``st_dev`` is on a file system of this kind, as ``_devices``."""
+    return device in _devices((kind,))
 
 
 def _renamed(changed: Callable[[os.stat_result], bool], revision: str, file: Path) -> bool:
@@ -138,8 +138,8 @@ def _moved(changed: Callable[[os.stat_result], bool], path: Path) -> bool:
     return any(
         changed(state)
         and has_own_times(state)
-        # Renaming a folder changes it and its parent; new entries in it change it alone.
-        and (stat.S_ISLNK(state.st_mode) or (step != step.parent and changed(os.stat(step.parent))))
+        # Renaming a folder changes one of its times and its parent; new entries in it change both of its times.
+        and (stat.S_ISLNK(state.st_mode) or (state.st_ctime_ns != state.st_mtime_ns and changed(os.stat(step.parent))))
         for step, state in steps(path)
     )
 

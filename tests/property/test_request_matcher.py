@@ -182,7 +182,8 @@ class Machine(RuleBasedStateMachine):
         state = self.matcher.get(name)
         if failed:
             few = len(state.failed) <= request_matcher.MAX_FAILED_PEERS
-            assert state.life.state is (State.NEW if few else State.LOCAL)
+            hung = request_matcher.time.monotonic() > state.allocated_at + self.matcher._config.transfer_timeout
+            assert state.life.state is (State.NEW if few and not hung else State.LOCAL)
             assert not any(each.source.name == "handoff" for each in state.candidates or ()), "it is not asked again"
         else:
             assert state.life.state is State.LOADED

@@ -132,7 +132,7 @@ def test_admit_changed_files_are_unknown_until_cache_is_empty(tmp_path, caplog):
 def test_admit_adapter_in_a_bucket_whose_folder_always_looks_new_stays_known(tmp_path, monkeypatch):
     """blobfuse2 gives a folder the time of the look at it; the times of files are those of the last change."""
     folder, adapters = files(tmp_path / "a"), Adapters()
-    monkeypatch.setattr(fingerprint, "is_fuse", lambda device: True)
+    monkeypatch.setattr(fingerprint, "is_on", lambda kind, device: kind == "fuse")
     before = loaded(adapters, lora(folder))
     (folder / "another").touch()
     (folder / "another").unlink()

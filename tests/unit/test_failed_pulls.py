@@ -1,5 +1,8 @@
 """After a failed transfer from another engine the store is asked, and then the sources that were not asked yet."""
 
+import itertools
+from types import SimpleNamespace
+
 import pytest
 from matcher_harness import HASH_BLOCK_SIZE, ONE, World, params
 from source_fakes import load_results
@@ -7,6 +10,7 @@ from support import make_request
 
 from vllm_kvtier.jobs.results import FetchResult, LoadResult, PullResult
 from vllm_kvtier.scheduler.leases.lease_client import LeasedBlocks
+from vllm_kvtier.scheduler.matching import request_matcher
 from vllm_kvtier.scheduler.matching.request_lifecycle import RequestLifecycle, State
 from vllm_kvtier.scheduler.matching.request_matcher import MAX_FAILED_PEERS
 from vllm_kvtier.scheduler.sources.base import LookupMiss
@@ -152,6 +156,17 @@ def test_failed_pull_of_retained_blocks_goes_on_with_the_store_and_the_next_engi
     assert engine.peer_offers("c", STORED) == (STORED, True)
     engine.read(STORED)
     assert engine.asked == ["store", "a", "b", "store", "c"]
+
+
+def test_request_whose_transfer_hung_is_computed(made, monkeypatch):
+    """Each engine that the store names may hang as long."""
+    engine = made(HANDOFF)
+    engine.store(engine.request)
+    assert engine.match() == (None, False) and engine.peer_offers("p") == (PROMPT, True)
+    clock = itertools.count(0, 1000)
+    monkeypatch.setattr(request_matcher, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
+    engine.read(PROMPT, failed=True)
+    assert engine.match() == (0, False) and engine.asked == ["p"]
 
 
 def test_request_whose_transfers_fail_again_and_again_is_computed(made):

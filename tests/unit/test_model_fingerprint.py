@@ -560,7 +560,7 @@ def test_model_fingerprint_allows_for_a_file_servers_clock(folder, monkeypatch, 
 @pytest.mark.parametrize("in_bucket", [True, False])
 def test_model_fingerprint_ignores_times_of_folders_in_buckets(folder, monkeypatch, in_bucket):
     """gcsfuse and blobfuse2 give a folder the time of a look at it; other FUSE systems know when one was renamed."""
-    monkeypatch.setattr(fingerprint, "is_fuse", lambda device: in_bucket)
+    monkeypatch.setattr(fingerprint, "is_on", lambda kind, device: in_bucket and kind == "fuse")
     before = ns.model_fingerprint(model(folder))
     starts_now(monkeypatch)
     (folder / "another").touch()
@@ -574,9 +574,22 @@ def test_model_fingerprint_ignores_times_of_folders_in_buckets(folder, monkeypat
 @pytest.mark.parametrize(("apart", "own"), [(0, False), (-40, False), (90, False), (10**7, True)])
 def test_folder_in_bucket_has_two_times_of_one_look(folder, monkeypatch, apart, own):
     """gcsfuse asks the clock for each."""
-    monkeypatch.setattr(fingerprint, "is_fuse", lambda device: True)
+    monkeypatch.setattr(fingerprint, "is_on", lambda kind, device: kind == "fuse")
     state = SimpleNamespace(st_mode=os.stat(folder).st_mode, st_dev=1, st_ctime_ns=10**18 + apart, st_mtime_ns=10**18)
     assert fingerprint.has_own_times(state) is own
+
+
+def test_model_fingerprint_ignores_new_entries_in_folders_above(tmp_path, folder, monkeypatch):
+    """As in a container's home, where vLLM makes folders of its own, beside this package's in ~/.cache."""
+    (tmp_path / "home" / "cache").mkdir(parents=True)
+    folder = folder.rename(tmp_path / "home" / "cache" / "model")
+    before = ns.model_fingerprint(model(folder))
+    starts_now(monkeypatch)
+    for place in (tmp_path, tmp_path / "home", tmp_path / "home" / "cache"):
+        (place / "another").mkdir()
+    assert ns.model_fingerprint(model(folder)) == before
+    (tmp_path / "home").rename(tmp_path / "away").rename(tmp_path / "home")
+    assert ns.model_fingerprint(model(folder)) != before
 
 
 def test_model_fingerprint_ignores_changes_beside_the_folder(tmp_path, folder, monkeypatch):

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 from vllm.v1.core import kv_cache_utils
 
 from vllm_kvtier.file_digests import file_digests
-from vllm_kvtier.fingerprint import has_own_times, is_fuse, model_folder, steps
+from vllm_kvtier.fingerprint import has_own_times, is_on, model_folder, steps
 from vllm_kvtier.logs import get_logger
 from vllm_kvtier.vllm_compat.probe.features import granted
 from vllm_kvtier.vllm_compat.probe.row import Feature
@@ -74,19 +74,20 @@ _WEIGHTS = ("adapter_model.", "new_embeddings.")
 def _signature(folder: Path) -> Signature | None:
     """``stat`` of the folder and the links that lead there, named "", and of the files that vLLM reads in it; None if
     there are no weights or they cannot be looked at. A folder in a bucket is left out, and so are the numbers of FUSE's
-    inodes, which change when the kernel has dropped them."""
+    inodes, and links of /proc (KServe), which change when the kernel has dropped them."""
     try:
         with os.scandir(folder) as entries:
             names = sorted(e.name for e in entries if e.name.startswith(("adapter_config.json", *_WEIGHTS)))
         if not any(name.startswith(_WEIGHTS[0]) for name in names):
             return None
         places = [state for state in [os.stat(folder)] if has_own_times(state)]
-        places += [state for _, state in steps(folder) if stat.S_ISLNK(state.st_mode)]
+        links = [state for _, state in steps(folder) if stat.S_ISLNK(state.st_mode)]
+        places += [link for link in links if not is_on("proc", link.st_dev)]
         states = [*(("", place) for place in places), *((name, os.stat(folder / name)) for name in names)]
     except OSError:
         return None
     return tuple(
-        (name, s.st_dev, 0 if is_fuse(s.st_dev) else s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns)
+        (name, s.st_dev, 0 if is_on("fuse", s.st_dev) else s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns)
         for name, s in states
     )
 

@@ -507,6 +507,8 @@ class RequestMatcher:
         """A transfer from another engine failed: a store or other peers may have the blocks, if vLLM asks again."""
         if state.hit is None or not state.hit.source.others_may_have_it or state.life.state is not State.LOCAL:
             return
+        if time.monotonic() > state.allocated_at + self._config.transfer_timeout:
+            return  # it hung: others might, and each takes as long
         state.failed.add(state.hit.instance)
         if state.candidate is not None and state.candidate.instance:
             state.failed.add(state.candidate.instance)  # the store may know the peer at this address by another name
