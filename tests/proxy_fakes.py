@@ -351,7 +351,7 @@ class Cluster:
         self.d = [FakeEngine(f"D{i}") for i in range(d)]
         self.pooling = [FakeEngine(f"E{i}") for i in range(pooling)]
         self.released: asyncio.Queue[Any] = asyncio.Queue()
-        self._options = {"backoff_initial": 0.02, "backoff_max": 0.1, "connect_timeout": 2.0} | options
+        self._options = {"backoff_initial": 0.02, "backoff_max": 0.1, "connect_timeout": 20.0} | options
         self._kv = self._options.pop("kv", None)
         self._real_release = self._options.pop("real_release", False)
         self._probe_on_start = self._options.pop("probe_on_start", False)

@@ -131,6 +131,26 @@ def test_concurrent_requests_of_one_prefix_load_it_once(offered_already):
     world.balanced()
 
 
+def test_requests_that_waited_for_a_load_in_vain_load_together():
+    """Of identical prompts of whole blocks vLLM takes all but the last from its cache, and with drafts or windows less,
+    or nothing: each waited for the load of the one before."""
+    world = World(ONE)
+    requests = [make_request(f"r{i}", list(range(17)), HASH_BLOCK_SIZE) for i in range(4)]
+    world.store(requests[0])
+    assert offered(world, requests[0]) == (16, True)
+    world.matcher.allocated(requests[0], world.tables(0, 16), 16)
+    for request in requests[1:]:
+        assert world.matcher.match(request, 0) == (None, False) and not world.client.open
+    world.matcher.on_load_ended("r0", False)
+    for request in requests[1:]:
+        assert offered(world, request) == (16, True)
+        world.matcher.allocated(request, world.tables(0, 16), 16)
+    for request in requests[1:]:
+        world.matcher.on_load_ended(request.request_id, False)
+    assert not world.client.held
+    world.balanced()
+
+
 def test_match_of_short_prompt_does_not_wait_for_long_load():
     world = World(ONE)
     long, short = (

@@ -118,7 +118,7 @@ def test_second_connector_of_one_engine_is_refused(engine):
 def test_engine_without_directory_for_sockets_computes(engine, run_dir, monkeypatch, caplog):
     """As after `su` without `-`, where another user also made the directory among the temporary files."""
     (run_dir / f"kvtier-{os.getuid()}").write_text("")
-    monkeypatch.setattr("tempfile.tempdir", str(run_dir))
+    monkeypatch.setenv("TMPDIR", str(run_dir))
     core = engine({**KVTIER, "kv_connector_extra_config": {}})
     assert f"disabled ({run_dir}" in caplog.text
     connector, scheduler = kvtier(core), core.scheduler

@@ -87,7 +87,7 @@ def test_local_engine_without_unix_socket_is_reached_over_tcp(make, near):
 
 
 def test_local_unsafe_directory_falls_back_to_tcp(make, run_dir, caplog, monkeypatch):
-    monkeypatch.setattr("tempfile.tempdir", str(run_dir))
+    monkeypatch.setenv("TMPDIR", str(run_dir))
     os.chmod(Path(local_path("any")).parent, 0o755)
     source, asker = lending(make), make(Asker)
     assert "over TCP" in caplog.text and "0700" in caplog.text

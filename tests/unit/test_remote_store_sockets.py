@@ -189,24 +189,26 @@ def test_remote_store_that_failed_before_delays_no_lookup_until_it_answers(made,
 
 
 def test_remote_store_answers_all_lookups_of_a_burst(made, monkeypatch):
-    monkeypatch.setattr(node_asking, "ASK_SECONDS", 10.0)
-    monkeypatch.setattr(node_peers, "SLOW_SECONDS", 10.0)
+    monkeypatch.setattr(node_asking, "ASK_SECONDS", 60.0)
+    for limit in ("SLOW_SECONDS", "GREETING_SECONDS", "ANSWER_SECONDS"):
+        monkeypatch.setattr(node_peers, limit, 60.0)
     store = made(Store, num_hash_blocks=None)
     asker = made(Asker, store)
     looks = [m.Look(i, NAMESPACE_ID, 16, [GROUP], BLOCK_HASHES, 0, []) for i in range(600)]
     asker.do(lambda: [asker.tier_process.handle(look) for look in looks])
-    eventually(lambda: len(store.of(m.LeaseRequest)) == 600)
+    eventually(lambda: len(store.of(m.LeaseRequest)) == 600, 50)
     for asked in store.of(m.LeaseRequest):
         store.lend(asked, 6)
-    eventually(lambda: len(asker.heard) == 600)
+    eventually(lambda: len(asker.heard) == 600, 50)
     assert all(located.num_hash_blocks == 6 for located in asker.heard)
 
 
 @pytest.mark.parametrize("connected", [True, False])
 def test_remote_store_burst_beyond_what_a_peer_takes_loses_no_lookup(made, monkeypatch, connected):
     """ZMQ drops messages without a word beyond a limit of its own; the peer counted as hung then."""
-    monkeypatch.setattr(node_asking, "ASK_SECONDS", 10.0)
-    monkeypatch.setattr(node_peers, "SLOW_SECONDS", 10.0)
+    monkeypatch.setattr(node_asking, "ASK_SECONDS", 60.0)
+    for limit in ("SLOW_SECONDS", "GREETING_SECONDS", "ANSWER_SECONDS"):
+        monkeypatch.setattr(node_peers, limit, 60.0)
     store = made(Store, num_hash_blocks=0)
     asker, total = made(Asker, store), 3 * w.MAX_LOOKUPS
     if connected:
@@ -214,12 +216,12 @@ def test_remote_store_burst_beyond_what_a_peer_takes_loses_no_lookup(made, monke
     store.num_hash_blocks, before = None, len(asker.heard)
     looks = [m.Look(i, NAMESPACE_ID, 16, [GROUP], BLOCK_HASHES, 0, []) for i in range(2, 2 + total)]
     asker.do(lambda: [asker.tier_process.handle(look) for look in looks])
-    eventually(lambda: len(store.of(m.LeaseRequest)) == w.MAX_LOOKUPS + connected)
+    eventually(lambda: len(store.of(m.LeaseRequest)) == w.MAX_LOOKUPS + connected, 50)
     [peer] = asker.tier_process._peers._connections.values()
     assert asker.do(lambda: len(peer.lookups)) == w.MAX_LOOKUPS, "what was not sent does not wait for an answer"
     for asked in store.of(m.LeaseRequest)[connected:]:
         store.lend(asked, 6)
-    eventually(lambda: len(asker.heard) - before == total)
+    eventually(lambda: len(asker.heard) - before == total, 50)
     found = [located.num_hash_blocks for located in asker.heard[before:]]
     assert found.count(6) == w.MAX_LOOKUPS and found.count(0) == total - w.MAX_LOOKUPS and not peer.closed
     store.num_hash_blocks = 6

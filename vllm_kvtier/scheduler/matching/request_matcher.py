@@ -264,6 +264,8 @@ class RequestMatcher:
 
         vLLM has these blocks in its prefix cache when that load ends. A short prompt does not wait for a long load that
         it shares only the beginning of. Windows and states are there at the load's end only: all of it must be shared.
+        Once: with drafts, or a prompt of whole blocks, vLLM takes all but the last of them, and no windows; those that
+        waited load together then.
         """
         if not (self._loading_hashes and self._caches) or state.request.skip_reading_prefix_cache:
             return False
@@ -273,7 +275,7 @@ class RequestMatcher:
         loading = self._tracked.get(other) if other else None
         if loading is None or loading.life.state is not State.LOADING or other == state.request.request_id:
             return False  # an aborted load does not enter vLLM's cache
-        if self._reads_itself(state, loading):
+        if state.has_waited or self._reads_itself(state, loading):
             return False
         began = state.load_wait_began or loading.allocated_at
         if time.monotonic() > began + self._config.transfer_timeout:
@@ -291,16 +293,10 @@ class RequestMatcher:
 
     def _reads_itself(self, state: RequestState, loading: RequestState) -> bool:
         """Whether a request reads the peer's blocks that it leased, although ``loading`` loads some of them. Of a load
-        that lasts as long as another engine's prefill, each does, or computes them.
-
-        The samples of one request, whose params are the same, wait for the first of them. Once: with drafts, vLLM's
-        prefix cache then lacks the last block, and they load it together.
-        """
-        own = loading.hints != state.hints
-        if state.life.state is State.HIT and not state.taken_hit.source.cost_key:
-            waited_for = self._tracked.get(state.waits_for)
-            return own or (waited_for is not None and waited_for.life.state is State.LOADED)
-        return own and loading.taken_hit.grows
+        that lasts as long as another engine's prefill, each does, or computes them. The samples of one request, whose
+        params are the same, wait for the first of them."""
+        leased = state.life.state is State.HIT and not state.taken_hit.source.cost_key
+        return loading.hints != state.hints and (leased or loading.taken_hit.grows)
 
     # -- loading -------------------------------------------------------------------------------------------------
 
@@ -478,6 +474,9 @@ class RequestMatcher:
         elif state.hit is not None and state.hit.same_layout and not abandoned:
             for entry in state.entries:  # in the workers' tables
                 self._checksum_index.mark(entry)
+        if not failed and not abandoned:
+            for other in self._tracked.values():
+                other.has_waited |= other.waits_for == request_id
         if not failed and (not abandoned or vr.ended_well(state.request)):  # it may end in the step that loads it
             self._account(state)
         state.entries, state.job, state.positions = [], None, {}
