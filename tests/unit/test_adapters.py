@@ -129,6 +129,17 @@ def test_admit_changed_files_are_unknown_until_cache_is_empty(tmp_path, caplog):
     assert after == fresh(folder) and after not in (None, before)
 
 
+def test_admit_adapter_that_ran_under_a_number_replaced_in_place_is_unknown(tmp_path):
+    """Its running requests go on with the other one, under its own name in vLLM's hashes."""
+    x, y = files(tmp_path / "x"), files(tmp_path / "y", weights=b"v" * 5000)
+    adapters, cache = with_cache()
+    assert [known(adapters, lora(x, number=number)) for number in (1, 2)] == 2 * [fresh(x)]
+    assert loaded(adapters, lora(y, "other", number=1, inplace=True)) is not None
+    assert known(adapters, lora(x, number=2)) is None
+    adapters.cache_is_empty(cache)
+    assert known(adapters, lora(x, number=2)) == fresh(x)
+
+
 def test_admit_adapter_in_a_bucket_whose_folder_always_looks_new_stays_known(tmp_path, monkeypatch):
     """blobfuse2 gives a folder the time of the look at it; the times of files are those of the last change."""
     folder, adapters = files(tmp_path / "a"), Adapters()

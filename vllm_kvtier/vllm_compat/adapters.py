@@ -168,6 +168,7 @@ class _Adapter:
 
     def __init__(self, lora: Any, folder: Path | None, signature: Signature | None):
         self.number, self.path, self.folder, self.signature = lora.lora_int_id, lora.lora_path, folder, signature
+        self.numbers = {self.number}  # requests may still run under those before the last one
         self.digest: bytes | None = None
         self.began, self.reading = time.monotonic(), False
         rest = {field: getattr(lora, field) for field in lora.__struct_fields__ if field not in _NAMING}
@@ -331,13 +332,15 @@ class Adapters:
                 signature = None
         self._numbers[number] = None if signature is None else (lora.lora_path, signature)
         for other, adapter in list(self._known.items()):
-            if other == key or adapter.number == number:
+            if other == key or number in adapter.numbers:
                 if signature is None or adapter.signature != signature:
                     if self.caches:
                         self._replaced[other] = weakref.WeakSet(self.caches)
                     del self._known[other]
         if key in self._known:
-            self._known[key].number, self._known[key].path = number, lora.lora_path
+            known = self._known[key]
+            known.number, known.path = number, lora.lora_path
+            known.numbers.add(number)
         elif len(self._known) + len(self._replaced) < MAX_ADAPTERS:
             self._known[key] = _Adapter(lora, folder, signature)
         else:
