@@ -20,7 +20,7 @@ class BuildAnew(build_py):
 
     def run(self) -> None:
         if not getattr(self, "editable_mode", False):  # setuptools before 64 has none
-            shutil.rmtree(self.build_lib, ignore_errors=True)
+            shutil.rmtree(Path(self.build_lib, "vllm_kvtier"), ignore_errors=True)
         super().run()
 
 

@@ -141,6 +141,7 @@ def _moved(changed: Callable[[os.stat_result], bool], path: Path) -> bool:
         # Renaming a folder changes one of its times and its parent; new entries in it change both of its times.
         and (stat.S_ISLNK(state.st_mode) or (state.st_ctime_ns != state.st_mtime_ns and changed(os.stat(step.parent))))
         for step, state in steps(path)
+        if step != step.parent
     )
 
 

@@ -151,6 +151,31 @@ def test_requests_that_waited_for_a_load_in_vain_load_together():
     world.balanced()
 
 
+def test_requests_that_waited_for_a_common_beginning_wait_for_the_rest_too():
+    """Samples of one prompt that began as another's: the first of them loads what that did not bring."""
+    world = World(ONE)
+    other = make_request("other", [*range(24), *range(90, 99)], HASH_BLOCK_SIZE)
+    samples = [make_request(f"r{i}", [*range(48), i], HASH_BLOCK_SIZE) for i in range(3)]
+    world.store(other)
+    world.store(samples[0])
+    assert offered(world, other) == (32, True)
+    world.matcher.allocated(other, world.tables(0, 32), 32)
+    for request in samples:
+        assert world.matcher.match(request, 0) == (None, False) and not world.client.open
+    world.matcher.on_load_ended("other", False)
+    assert world.matcher.match(samples[0], 24) == (None, False)
+    world.answer(world.client.open[0])
+    assert world.matcher.match(samples[0], 24) == (24, True)
+    world.matcher.allocated(samples[0], world.tables(24, 24), 24)
+    for request in samples[1:]:
+        assert world.matcher.match(request, 24) == (None, False) and not world.client.open
+    world.matcher.on_load_ended("r0", False)
+    for request in samples[1:]:
+        assert world.matcher.match(request, 48) == (0, False)
+    assert not world.client.held
+    world.balanced()
+
+
 def test_match_of_short_prompt_does_not_wait_for_long_load():
     world = World(ONE)
     long, short = (

@@ -264,8 +264,8 @@ class RequestMatcher:
 
         vLLM has these blocks in its prefix cache when that load ends. A short prompt does not wait for a long load that
         it shares only the beginning of. Windows and states are there at the load's end only: all of it must be shared.
-        Once: with drafts, or a prompt of whole blocks, vLLM takes all but the last of them, and no windows; those that
-        waited load together then.
+        With drafts, or a prompt of whole blocks, vLLM takes all but the last of them, and no windows: those that waited
+        and still lack some load together then.
         """
         if not (self._loading_hashes and self._caches) or state.request.skip_reading_prefix_cache:
             return False
@@ -275,7 +275,7 @@ class RequestMatcher:
         loading = self._tracked.get(other) if other else None
         if loading is None or loading.life.state is not State.LOADING or other == state.request.request_id:
             return False  # an aborted load does not enter vLLM's cache
-        if state.has_waited or self._reads_itself(state, loading):
+        if self._waited_in_vain(state, first) or self._reads_itself(state, loading):
             return False
         began = state.load_wait_began or loading.allocated_at
         if time.monotonic() > began + self._config.transfer_timeout:
@@ -288,8 +288,17 @@ class RequestMatcher:
             if last >= len(block_hashes) or in_load >= len(load) or bytes(block_hashes[last]) != load[in_load]:
                 return False
             state.waits_for, state.load_wait_began = loading.request.request_id, began
+            state.awaited_load, state.has_waited = (start, load), False
+            loading.waiting.append(state)
             self._counters.count("inflight_load_waits", loading.source_name)
         return True
+
+    def _waited_in_vain(self, state: RequestState, first: int) -> bool:
+        """Whether it waited for a load that ended well, and lacks a block of that nevertheless."""
+        start, load = state.awaited_load
+        if not state.has_waited or not start <= first < start + len(load):
+            return False
+        return load[first - start] == bytes(state.request.block_hashes[first])
 
     def _reads_itself(self, state: RequestState, loading: RequestState) -> bool:
         """Whether a request reads the peer's blocks that it leased, although ``loading`` loads some of them. Of a load
@@ -474,9 +483,9 @@ class RequestMatcher:
         elif state.hit is not None and state.hit.same_layout and not abandoned:
             for entry in state.entries:  # in the workers' tables
                 self._checksum_index.mark(entry)
-        if not failed and not abandoned:
-            for other in self._tracked.values():
-                other.has_waited |= other.waits_for == request_id
+        for other in state.waiting:
+            other.has_waited |= other.waits_for == request_id and not failed and not abandoned
+        state.waiting = []
         if not failed and (not abandoned or vr.ended_well(state.request)):  # it may end in the step that loads it
             self._account(state)
         state.entries, state.job, state.positions = [], None, {}

@@ -59,7 +59,9 @@ class RequestState:
     num_waits: int = 0  # times that others waited a moment for an answer to this one, since it was last looked up anew
     vain_holds: int = 0  # hits that were held too long while no request had blocks
     waits_for: str = ""  # request that loads what this one needs
-    has_waited: bool = False  # that load ended well: vLLM has what it brought
+    awaited_load: tuple[int, list[bytes]] = (0, [])  # its first block, and block hashes
+    has_waited: bool = False  # that load ended well
+    waiting: list["RequestState"] = field(default_factory=list)  # those that wait for this one's load
     load_wait_began: float = 0.0  # when the first such load began
     others_running: bool = False  # other requests were in the engine when it was last decided whether to load
     synchronous: bool = False  # the step that it is given blocks in is to wait for its load
