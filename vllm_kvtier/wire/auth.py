@@ -40,8 +40,8 @@ class ClusterKey:
 
     @classmethod
     def load(cls, path: str) -> "ClusterKey":
-        """Raises ConfigError if the file is missing, readable by others or not a key. Root's file may be readable by a
-        group of this process that is not root's: Kubernetes mounts a Secret so for an fsGroup."""
+        """Raises ConfigError if the file is missing, readable by others or not a key. To another
+        user's process, root's file may be readable by its group: Kubernetes mounts a Secret so for an fsGroup."""
         file = Path(path)
         try:
             state, text = file.stat(), file.read_bytes().strip()
