@@ -77,7 +77,9 @@ class Publisher:
                 time.sleep(0.01)
 
     def publish(self, *events) -> None:
+        """Returns when the batch has its number, is sent and can be replayed: the publisher has a thread for that."""
         self._publisher.publish(KVEventBatch(ts=time.time(), events=list(events)))
+        self._publisher._event_queue.join()
 
     def skip(self, count: int = 1) -> None:
         """Lose batches, for good: their numbers are used, and neither subscribers nor the replay have them."""

@@ -27,6 +27,7 @@ async def cluster(count: int = 2, **options):
     """(Cluster of decode engines, a publisher for each)"""
     with contextlib.ExitStack() as stack:
         publishers = [stack.enter_context(publishing()) for _ in range(count)]
+        options = {"tokenize_timeout": 20.0} | options  # half a second may pass on a busy machine
         async with Cluster(p=0, d=count, routing_policy="kv_events", **options) as c:
             c.addresses = tuple(
                 EngineAddress(engine.url, events=publisher.address, replay=publisher.replay)
