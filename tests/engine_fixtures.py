@@ -163,7 +163,8 @@ def start_missing(engines: Iterable[Engine]) -> None:
 @pytest.fixture(scope="session")
 def plain(model_path, log_dir) -> Iterator[Engine]:
     """S, not started: the first fixture that needs it starts it together with its own engines."""
-    engine = Engine(model_path, name="S", log_dir=log_dir, **ENGINE_FLAGS)
+    flags = {**ENGINE_FLAGS, "args": (*ENGINE_FLAGS["args"], *model_shapes.GPU_FLAGS)}
+    engine = Engine(model_path, name="S", gpus=model_shapes.GPUS[:1], log_dir=log_dir, **flags)
     yield engine
     engine.kill()
 

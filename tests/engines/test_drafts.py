@@ -1,5 +1,7 @@
 """A draft model's KV comes with the target's: behind what was loaded as many drafts are accepted as behind what was
-computed.
+computed. Also on a GPU:
+
+    KVTIER_TEST_GPUS=0 python -m pytest tests/engines/test_drafts.py
 
 The draft model is the target, so that with its right KV almost every draft is accepted, and without it few are.
 """
@@ -10,6 +12,7 @@ import pytest
 from engine_client import driving, random_tokens
 from engine_fixtures import TESTS_ON_PATH, start_missing
 from faults import ALTER
+from model_shapes import GPU_FLAGS, GPUS
 from node_fixtures import OPTIONS, Node, NodeDriver, runtime_dir, seeded, store_env, store_in
 
 from vllm_kvtier.devtools.engines import Engine, kvtier
@@ -31,8 +34,8 @@ async def speculating(plain, model_path, log_dir):
         config = {"method": "draft_model", "model": str(model_path), "num_speculative_tokens": DRAFTS}
         engine = Engine(
             model_path, name="drafts", kv={**kvtier(extra), **named}, block_size=BLOCK, log_dir=log_dir,
-            args=("--dtype", "float32", "--speculative-config", json.dumps(config)), kv_cache_bytes=128 << 20,
-            env={**store_env(folder), **TESTS_ON_PATH, ALTER: str(plan)},
+            args=("--dtype", "float32", *GPU_FLAGS, "--speculative-config", json.dumps(config)), gpus=GPUS[:1],
+            kv_cache_bytes=128 << 20, env={**store_env(folder), **TESTS_ON_PATH, ALTER: str(plan)},
         )  # fmt: skip
         try:
             start_missing([engine, plain])
