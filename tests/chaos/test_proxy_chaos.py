@@ -116,7 +116,7 @@ async def test_requests_that_fail_at_prefill_engines_only_do_not_take_them_from_
 async def test_errors_in_a_row_count_as_the_engines_own_only_after_a_while(monkeypatch):
     """Else a client's burst would take the engine from requests that it computes."""
     monkeypatch.setattr(engine_module, "_ERROR_SECONDS", 1000.0)
-    async with Cluster() as c:
+    async with Cluster(backoff_initial=60, backoff_max=60) as c:
         c.p[0].status = 500
         for i in range(10):
             assert (await c.chat(f"u{i}")).status_code == 200
@@ -294,7 +294,7 @@ async def test_request_that_an_engine_refuses_while_it_ends_is_sent_elsewhere(bo
 
 @pytest.mark.parametrize("how", ["aborts", "answers 500"])
 @pytest.mark.parametrize("restarts", [False, True])
-async def test_engine_that_answers_keeps_its_cache_until_it_restarts(how, restarts, monkeypatch):
+async def test_engine_that_answers_keeps_its_cache_until_it_restarts(how, restarts, monkeypatch, caplog):
     """/pause and /abort_requests abort requests of an engine that lives on."""
     monkeypatch.setattr(engine_module, "_ERRORS", 1)
     monkeypatch.setattr(engine_module, "_ERROR_SECONDS", 0.0)
@@ -305,7 +305,8 @@ async def test_engine_that_answers_keeps_its_cache_until_it_restarts(how, restar
         home.ends, home.status = how == "aborts", 500 if how == "answers 500" else 200
         home.health = 503 if restarts else 200
         reply = await within(5, c.chat("u1", "a1", "u2"))
-        assert reply.status_code == 200 and not engine.healthy
+        # It may be available again by now.
+        assert reply.status_code == 200 and f"engine unavailable (The decode engine {home.url}" in caplog.text
         if restarts:
             await c.until(lambda: engine.failures > 1)
             home.health = 200

@@ -402,7 +402,8 @@ async def test_passthrough_error_of_extra_route_is_the_answer():
 async def test_extra_route_may_want_another_authorization(tmp_path):
     file = tmp_path / "engine.key"
     file.write_text("engine-key-1\n")
-    async with Cluster(p=0, extra_routes=("/custom",), engine={"api_key_file": str(file)}) as c:
+    options = {"extra_routes": ("/custom",), "backoff_initial": 60, "backoff_max": 60}
+    async with Cluster(p=0, engine={"api_key_file": str(file)}, **options) as c:
         c.d[0].api_key = "another"
         for path in ("/custom", "/custom?a=b"):
             assert (await c.client.post(path, json={})).status_code == 401 and c.core.decode[0].healthy
