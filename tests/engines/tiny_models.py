@@ -63,8 +63,8 @@ MODELS = {
         expert_layer_offset=1, num_experts=1, num_experts_per_tok=1, mamba_d_state=16, mamba_d_conv=4,
         mamba_expand=2, mamba_dt_rank=16, use_mamba_kernels=False), "float32"),
     "kda": ("KimiLinearForCausalLM", "KimiLinearConfig", dict(
-        MLA, layer_types=["linear_attention"] * 3 + ["full_attention"], qk_rope_head_dim=64, num_experts=4,
-        num_experts_per_token=2, num_shared_experts=1, moe_layer_freq=1, linear_attn_config=dict(
+        MLA, layer_types=["linear_attention"] * 3 + ["full_attention"], qk_rope_head_dim=64, mla_use_nope=True,
+        num_experts=4, num_experts_per_token=2, num_shared_experts=1, moe_layer_freq=1, linear_attn_config=dict(
             kda_layers=[1, 2, 3], full_attn_layers=[4], num_heads=4, head_dim=128, short_conv_kernel_size=4)),
         "float32"),
     # All experts count: which two are the best is decided by rounding, and answers of a plain engine differ by 0.8.
@@ -73,7 +73,7 @@ MODELS = {
         sliding_window=128, layer_types=["sliding_attention", "full_attention"] * 2), "float32"),
     "mla": ("DeepseekV2ForCausalLM", "DeepseekV2Config", MLA, "float32"),
     "mla-sparse": ("DeepseekV32ForCausalLM", "DeepseekV32Config", dict(
-        MLA, q_lora_rank=256, topk_method="noaux_tc", scoring_func="sigmoid", index_n_heads=4, index_head_dim=128,
+        MLA, q_lora_rank=256, topk_method="noaux_tc", scoring_func="sigmoid", index_n_heads=64, index_head_dim=128,
         index_topk=512), "float32"),
     "swa-mla": ("DeepseekV4ForCausalLM", "DeepseekV4Config", dict(
         BASE, num_hidden_layers=4, num_attention_heads=64, num_key_value_heads=1, head_dim=512, q_lora_rank=256,
@@ -81,6 +81,13 @@ MODELS = {
         num_experts_per_tok=2, n_shared_experts=1, sliding_window=128, index_n_heads=64, index_head_dim=128,
         index_topk=512, num_hash_layers=0, hc_mult=4, compress_ratios=[0, 4, 128, 4],
         topk_method="noaux_tc", scoring_func="sqrtsoftplus"), "float32"),
+}  # fmt: skip
+# Names that transformers writes otherwise than vLLM, and the hub, have them.
+RENAMED = {
+    "kda": {".block_sparse_moe.": ".mlp."},  # of dense layers
+    "swa-mla": {
+        "hc_head.hc_": "hc_head_", ".attn.norm.": ".attn.kv_norm.", "gate.e_score_correction_bias": "gate.bias"
+    },
 }  # fmt: skip
 # Gain of a matrix by what its name ends in; others get 1.
 Q, OUT = 2.2, 2.0
@@ -138,8 +145,7 @@ def build(kind: str, out: Path, tokenizer: Path, seed: int = 0, words: bool = Fa
             if new is not None:
                 p.copy_(new)
     model.to(getattr(torch, dtype)).save_pretrained(out, safe_serialization=True)
-    if kind == "swa-mla":
-        _rename_as_vllm(out / "model.safetensors")
+    _rename_as_vllm(out / "model.safetensors", RENAMED.get(kind, {}))
     path = out / "config.json"
     saved = json.loads(path.read_text())
     if kind == "swa-mla":
@@ -159,18 +165,14 @@ def whole_words(tokenizer: Path) -> list[int]:
     return [token for text, token in made.items() if text[0] == "Ġ" and text[1:].isascii() and text[2:].isalpha()]
 
 
-def _rename_as_vllm(path: Path) -> None:
-    """transformers writes some names of DeepSeek V4 otherwise than vLLM, and the hub, have them."""
+def _rename_as_vllm(path: Path, new: dict[str, str]) -> None:
     from safetensors.torch import load_file, save_file
 
-    tensors = load_file(path)
-    for old, new in (
-        ("hc_head.hc_", "hc_head_"),
-        (".attn.norm.", ".attn.kv_norm."),
-        ("gate.e_score_correction_bias", "gate.bias"),
-    ):
-        tensors = {name.replace(old, new): tensor for name, tensor in tensors.items()}
-    save_file(tensors, path)
+    if new:
+        tensors = load_file(path)
+        for old, name in new.items():
+            tensors = {each.replace(old, name): tensor for each, tensor in tensors.items()}
+        save_file(tensors, path)
 
 
 if __name__ == "__main__":
