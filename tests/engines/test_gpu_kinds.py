@@ -37,11 +37,12 @@ LENGTH = 7 * tiny_models.CHUNK + 76
 
 class Kind(NamedTuple):
     """``block``: as the flag, tokens; vLLM makes it larger where states need that. ``tolerance``: of logprobs, which
-    kernels and batches move."""
+    kernels and batches move. ``length``: of prompts, at which each group matters."""
 
     block: int
     flags: tuple[str, ...]
     tolerance: float = 2e-2
+    length: int = LENGTH
 
 
 FLOAT32, BF16 = ("--dtype", "float32"), ("--dtype", "bfloat16")
@@ -57,7 +58,8 @@ KINDS = {
     "swa-sink": Kind(16, BF16, 0.5),
     "mla": Kind(64, BF16, 0.3),
     "mla-sparse": Kind(64, BF16, 0.3),
-    "swa-mla": Kind(256, BF16, 0.3),
+    # The index of a quarter of the tokens chooses 512 of them.
+    "swa-mla": Kind(256, BF16, 0.3, 3000),
 }
 READY = 300  # seconds; all kinds' engines compile their kernels at once
 
@@ -133,7 +135,7 @@ def trio(kind: Kind, name: str, model: Path, plan: Path, folder: Path, log_dir: 
         return Engine(
             model, name=f"{name}-{role}", kv=kv, block_size=kind.block, args=(*kind.flags, *GPU_FLAGS),
             log_dir=log_dir, gpus=[gpu], env={**store_env(folder), **TESTS_ON_PATH, ALTER: str(plan)},
-            kv_cache_bytes=512 << 20, ready_seconds=READY,
+            kv_cache_bytes=512 << 20, max_model_len=6000, ready_seconds=READY,
         )  # fmt: skip
 
     return Trio(kind, engine("store", {}), engine("decode", {"store": "off"}), engine("plain", None), plan)
@@ -226,7 +228,7 @@ async def test_gpu_kind_is_loaded_from_the_store(of: Trio, kind, driver):
     """Conversations that grow, several at once, one edited and one left by its client, with the GPU's prefix cache
     emptied between their turns."""
     rng = seeded(f"conversations {kind}")
-    stem, loaded = random_tokens(rng, LENGTH), 0
+    stem, loaded = random_tokens(rng, of.kind.length), 0
     conversations = [stem + random_tokens(rng, rng.randrange(1, 500)) for _ in range(3)]
     for turn in range(3):
         left = driver.disconnect(of.engine, conversations[turn] + [300 + turn], 0.05, ASKED)
@@ -237,12 +239,12 @@ async def test_gpu_kind_is_loaded_from_the_store(of: Trio, kind, driver):
             right(reply, want, of.kind, (turn, len(conversations[i])))
             loaded += reply.pulled
             conversations[i] = conversations[i] + reply.tokens + random_tokens(rng, rng.randrange(1, 300))
-        at = rng.randrange(LENGTH, len(conversations[turn]))
+        at = rng.randrange(len(stem), len(conversations[turn]))
         conversations[turn] = conversations[turn][:at] + random_tokens(rng, rng.randrange(1, 300))
         await driver.until_idle(of.engine)
         await driver.reset(of.engine)
     print(json.dumps({"kind": kind, "loaded": loaded, "counters": await driver.counters(of.engine)}))
-    assert loaded > LENGTH
+    assert loaded > len(stem)
     assert await driver.kvtier(of.engine, "integrity_failures") == 0
 
 
@@ -266,7 +268,7 @@ async def test_gpu_kind_altered_blocks_of_any_group_change_the_answer(of: Trio, 
     """Or the conversations prove nothing."""
     rng = seeded(f"altered {kind}")
     # Two tokens behind what is loaded: a state that was altered long before is forgotten.
-    length = 2 + await known(driver, of.engine, random_tokens(rng, LENGTH))
+    length = 2 + await known(driver, of.engine, random_tokens(rng, of.kind.length))
     prompt, other = [await certain(driver, of.kind, rng, length) for _ in range(2)]
     for each in (prompt, other):
         await known(driver, of.engine, each)
@@ -286,7 +288,7 @@ async def test_gpu_kind_altered_blocks_of_any_group_change_the_answer(of: Trio, 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_gpu_kind_altered_blocks_of_a_hand_off_change_the_answer(of: Trio, kind, driver):
     rng = seeded(f"altered hand-off {kind}")
-    prompt = await certain(driver, of.kind, rng, LENGTH)
+    prompt = await certain(driver, of.kind, rng, of.kind.length)
     want, moved = await driver.truth(prompt, ANSWER), {}
     for plan in of.plans("zero"):
         first = await driver.prefill(of.engine, prompt)

@@ -75,10 +75,11 @@ MODELS = {
     "mla-sparse": ("DeepseekV32ForCausalLM", "DeepseekV32Config", dict(
         MLA, q_lora_rank=256, topk_method="noaux_tc", scoring_func="sigmoid", index_n_heads=64, index_head_dim=128,
         index_topk=512), "float32"),
+    # All experts count, as above.
     "swa-mla": ("DeepseekV4ForCausalLM", "DeepseekV4Config", dict(
         BASE, num_hidden_layers=4, num_attention_heads=64, num_key_value_heads=1, head_dim=512, q_lora_rank=256,
         qk_rope_head_dim=64, o_lora_rank=128, o_groups=8, moe_intermediate_size=256, n_routed_experts=8,
-        num_experts_per_tok=2, n_shared_experts=1, sliding_window=128, index_n_heads=64, index_head_dim=128,
+        num_experts_per_tok=8, n_shared_experts=1, sliding_window=128, index_n_heads=64, index_head_dim=128,
         index_topk=512, num_hash_layers=0, hc_mult=4, compress_ratios=[0, 4, 128, 4],
         topk_method="noaux_tc", scoring_func="sqrtsoftplus"), "float32"),
 }  # fmt: skip
