@@ -36,10 +36,13 @@ NOTES = """* *Stores*: host memory, disk, object stores, cluster pools, and othe
 * `tests/engines/test_cache_kinds_engines.py` and `tests/engines/test_node_store_models.py` compare tiny models with
   engines without the connector on CPUs: full attention, sliding windows, chunked local attention, gated delta net,
   Mamba 2 and short convolutions. `tests/engines/test_gpu_kinds.py` does it on GPUs, with vLLM 0.33.0. Mamba 1
-  and 2, windows with sinks, gated delta net, short convolutions and MLA passed all of it on an H200: conversations
+  and 2, windows with sinks, gated delta net, KDA, short convolutions and MLA passed all of it on an H200: conversations
   loaded from the store, hand-offs, altered blocks of each group, which change the answers, flipped bits and a killed
   store. Chunked local attention and Mamba 2 without attention passed the conversations, hand-offs and altered blocks on
-  an H100. KDA, sparse MLA and MLA with windows were skipped: vLLM did not serve the tiny models there.
+  an H100. Compressed MLA with windows (DeepSeek V4) passed the conversations and hand-offs on an H200; altered blocks
+  of four of its five groups changed the answers, those of its index did not, which chooses nothing in prompts of that
+  length. Sparse MLA (DeepSeek V3.2) was served, and flipped bits in its blocks were found. More is not known: to
+  prompts longer than `index_topk` vLLM itself gave another answer each time; its index decides near ties by rounding.
   [Limits](limits.md#models-and-parallelism) has the rest.
 """
 

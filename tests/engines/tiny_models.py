@@ -74,7 +74,7 @@ MODELS = {
     "mla": ("DeepseekV2ForCausalLM", "DeepseekV2Config", MLA, "float32"),
     "mla-sparse": ("DeepseekV32ForCausalLM", "DeepseekV32Config", dict(
         MLA, q_lora_rank=256, topk_method="noaux_tc", scoring_func="sigmoid", index_n_heads=64, index_head_dim=128,
-        index_topk=512), "float32"),
+        index_topk=2048), "float32"),
     # All experts count, as above.
     "swa-mla": ("DeepseekV4ForCausalLM", "DeepseekV4Config", dict(
         BASE, num_hidden_layers=4, num_attention_heads=64, num_key_value_heads=1, head_dim=512, q_lora_rank=256,
