@@ -5,6 +5,7 @@ Each fault is one that Mooncake Store 0.3.13 was seen to have: data that arrive 
 for 60 s, objects that seem to exist for 10 s after their node's end, a restarted master that forgets.
 """
 
+import itertools
 import os
 import random
 import shutil
@@ -221,7 +222,7 @@ def test_mooncake_leading_master_dies_and_its_log_keeps_the_blocks(oplog, tmp_pa
 
 @pytest.mark.slow
 def test_mooncake_soak(cluster):
-    """Minutes of random faults."""
+    """Minutes of random faults. What is stored behind them is read, also when the node that wrote it is killed."""
     rng = random.Random(24)
     names, lost, reads = [], 0, 0
     until = time.monotonic() + float(os.environ.get("KVTIER_SOAK_SECONDS", "180"))
@@ -263,3 +264,10 @@ def test_mooncake_soak(cluster):
         cluster.ready()
     print(f"{reads} blocks read, {lost} not found or not readable, {len(names) * BLOCKS} written")
     assert lost < reads
+    for number, (writer, reader, third) in enumerate(itertools.permutations(cluster.nodes)):
+        cluster.ready()
+        block_hashes, began = stored(writer, f"behind the faults {number}"), time.monotonic()
+        replicated(cluster, reader, block_hashes)
+        os.kill(writer.segment(), signal.SIGKILL)
+        reads_all(third, block_hashes)
+        print(f"copied, and read without its writer, {time.monotonic() - began:.1f} s after it was written")
