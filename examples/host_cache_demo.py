@@ -48,6 +48,7 @@ from vllm_kvtier.devtools.clients import Answer, PromptTokens, chat, complete, p
 from vllm_kvtier.devtools.engines import MIB, Engine, kvtier
 from vllm_kvtier.devtools.gpus import chosen
 from vllm_kvtier.devtools.processes import ServiceFailed, free_port
+from vllm_kvtier.store import linux
 from vllm_kvtier.store.memory.memory_limits import format_bytes
 from vllm_kvtier.store.protocol import PAGE
 
@@ -266,7 +267,7 @@ def end_store(runtime: Path, counts: dict[str, Any] | None) -> None:
     """Have the store that the engine started end, and wait until it has."""
     try:
         pid = (counts or store_counts(runtime))["pid"]
-        fd = os.pidfd_open(pid)
+        fd = linux.pidfd_open(pid)
     except (StoreFailed, ProcessLookupError):
         return  # there is none, or it is ending; a hung store ends when its engines are gone
     try:

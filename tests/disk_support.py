@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from vllm_kvtier import __version__
+from vllm_kvtier.store import linux
 from vllm_kvtier.store.index.types import ZERO
 from vllm_kvtier.store.protocol import PAGE, GroupShape
 from vllm_kvtier.store.tiers.process import protocol as m
@@ -38,7 +39,7 @@ def move_of(number: int, slot: int, pages: int, position: int, parent: bytes = Z
 
 
 def make_pool(nbytes: int) -> Pool:
-    fd = os.memfd_create("kvtier-test-pool", os.MFD_CLOEXEC)
+    fd = linux.memfd_create("kvtier-test-pool")
     os.ftruncate(fd, nbytes)
     return Pool(fd, nbytes)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from s3_server import REGION
 from support import eventually
 
+from vllm_kvtier.store import linux
 from vllm_kvtier.store.index.types import HASH_BYTES, ZERO, GroupShape
 from vllm_kvtier.store.tiers.base import Block, Find, Want
 from vllm_kvtier.store.tiers.objects.tier import ObjectTier
@@ -52,7 +53,7 @@ class TierNode:
         self.command_lines: list[str] = []
         self.latest: dict[str, int] = {}  # the pid of each kind of tier process
         self.before = before
-        self.fd = os.memfd_create("pool")
+        self.fd = linux.memfd_create("pool")
         os.ftruncate(self.fd, POOL)
         self.pool = mmap.mmap(self.fd, POOL)
         self.reactor = Reactor("node")

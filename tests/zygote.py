@@ -39,6 +39,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from vllm_kvtier.devtools.processes import LEASH
+from vllm_kvtier.store import linux
 
 MODULE = "vllm.entrypoints.openai.api_server"
 # What its processes import before they read any of their flags.
@@ -240,7 +241,7 @@ class Forked:
     def wait(self) -> int:
         if self.poll() is None:
             try:
-                pidfd = os.pidfd_open(self.pid)
+                pidfd = linux.pidfd_open(self.pid)
             except ProcessLookupError:  # another thread's poll had the zygote reap it meanwhile
                 return self.poll()
             try:

@@ -14,6 +14,7 @@ import pytest
 from support import descriptors_of_processes, eventually, stop
 
 from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.store import linux
 from vllm_kvtier.wire.messages import Shared, SharedSpan
 from vllm_kvtier.wire.reactor import Reactor
 from vllm_kvtier.worker.peer_fetch import peer_process_watch, process_memory
@@ -245,7 +246,7 @@ def test_source_process_end_is_reported_once(source, watched, monkeypatch, descr
     watch, gone = watched
     if not descriptors:
         monkeypatch.setattr(peer_process_watch, "RECHECK_SECONDS", 0.02)
-        monkeypatch.setattr(os, "pidfd_open", lambda pid: (_ for _ in ()).throw(OSError(38, "not implemented")))
+        monkeypatch.setattr(linux, "pidfd_open", lambda pid: (_ for _ in ()).throw(OSError(38, "not implemented")))
     us = share([(4096, 8)])
     watch.follow("s/1", [us, source.shared, source.shared])
     watch.follow("s/1", [source.shared])
@@ -273,7 +274,7 @@ def test_source_process_that_cannot_be_looked_up_now_has_not_ended(source, watch
         raise OSError(errno.EMFILE, "Too many open files")
 
     monkeypatch.setattr(peer_process_watch, "RECHECK_SECONDS", 0.02)
-    monkeypatch.setattr(os, "pidfd_open", no_descriptors)
+    monkeypatch.setattr(linux, "pidfd_open", no_descriptors)
     monkeypatch.setattr(process_memory, "_started", no_descriptors)
     watch.follow("s/1", [source.shared])
     eventually(lambda: len(tries) > 3)

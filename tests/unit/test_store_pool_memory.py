@@ -13,6 +13,7 @@ import pytest
 from support import eventually
 
 from vllm_kvtier.errors import ConfigError, KVTierError
+from vllm_kvtier.store import linux
 from vllm_kvtier.store.memory import pool_memory
 from vllm_kvtier.store.memory.client_mapping import PoolMapping
 from vllm_kvtier.store.memory.memory_limits import (
@@ -277,7 +278,7 @@ def test_pool_memory_size_is_sealed():
         with pytest.raises(PermissionError):
             os.ftruncate(pool.fd, size)
     with pytest.raises(PermissionError):
-        fcntl.fcntl(pool.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+        fcntl.fcntl(pool.fd, linux.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
     pool.close()
 
 

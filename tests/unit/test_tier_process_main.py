@@ -11,6 +11,7 @@ from disk_support import NAMESPACE_ID, make_pool
 
 from vllm_kvtier import __version__
 from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.store import linux
 from vllm_kvtier.store.tiers.process import main
 from vllm_kvtier.store.tiers.process import protocol as m
 from vllm_kvtier.store.tiers.process.nixl_agent import StorageAgent
@@ -149,7 +150,7 @@ def test_tier_process_unloadable_backend_raises(monkeypatch):
 
 
 def test_tier_process_pool_too_small_is_refused():
-    fd = os.memfd_create("small")
+    fd = linux.memfd_create("small")
     os.ftruncate(fd, 4096)
     with pytest.raises(KVTierError, match="4096 bytes, not 8192"):
         main.Pool(fd, 8192)

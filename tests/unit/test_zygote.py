@@ -16,6 +16,7 @@ from support import eventually
 from zygote import Forked, Zygote, _serve
 
 from vllm_kvtier.devtools.processes import Service, ServiceFailed, group_members, lives
+from vllm_kvtier.store import linux
 
 # What it is asked to do, it does before it would serve.
 CODE = """
@@ -200,14 +201,14 @@ def test_zygote_poll_by_two_threads_returns_exit_code(make):
 def test_zygote_wait_reaped_by_other_thread_returns_exit_code(make, monkeypatch):
     service = make("5").start()
     process, other = service._process, Forked(service._process._zygote, service.pid)
-    opened = os.pidfd_open
+    opened = linux.pidfd_open
 
     def reaped_first(pid):
-        monkeypatch.setattr(os, "pidfd_open", opened)
+        monkeypatch.setattr(linux, "pidfd_open", opened)
         assert other.wait() == 5
         return opened(pid)
 
-    monkeypatch.setattr(os, "pidfd_open", reaped_first)
+    monkeypatch.setattr(linux, "pidfd_open", reaped_first)
     assert process.wait() == 5
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from vllm_kvtier import __version__
 from vllm_kvtier.bench.row import Row, rates
 from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.store import linux
 from vllm_kvtier.store.index.types import ZERO
 from vllm_kvtier.store.launcher import package_environment, run_module
 from vllm_kvtier.store.protocol import PAGE, GroupShape
@@ -42,7 +43,7 @@ class DiskTierClient:
         """Raises KVTierError with the tier process's reason if it cannot use the directory."""
         self._blocks = nbytes // (BLOCK_PAGES * PAGE)
         pool_bytes = (2 * BATCH_BLOCKS * BLOCK_PAGES + 1) * PAGE
-        self._fd = os.memfd_create("kvtier-bench", os.MFD_CLOEXEC)
+        self._fd = linux.memfd_create("kvtier-bench")
         os.ftruncate(self._fd, pool_bytes)
         self._pool = Pool(self._fd, pool_bytes)
         self._pool.view[:] = random.randbytes(1 << 20) * (pool_bytes >> 20) + bytes(pool_bytes % (1 << 20))
@@ -150,7 +151,7 @@ class Plain:
 
     def __init__(self, folder: Path, nbytes: int):
         self._pieces = nbytes // PLAIN_BYTES
-        self._fd = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        self._fd = os.open(folder, linux.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
             os.posix_fallocate(self._fd, 0, self._pieces * PLAIN_BYTES)
             path = f"/proc/self/fd/{self._fd}"

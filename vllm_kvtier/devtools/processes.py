@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from vllm_kvtier.store import linux
+
 POLL_SECONDS = 0.25  # between health checks of a starting service; its death is noticed at once
 # Kills the group of the process whose number is the next word when its input ends (POSIX sh).
 LEASH = ("sh", "-c", 'read -r _; kill -s KILL -- "-$1"', "leash")
@@ -141,7 +143,7 @@ class Service:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        self._pidfd = os.pidfd_open(self._process.pid)
+        self._pidfd = linux.pidfd_open(self._process.pid)
         return self
 
     def wait_ready(self) -> "Service":
@@ -321,7 +323,7 @@ def _wait_gone(pids: Iterable[int], seconds: float) -> None:
     deadline = time.monotonic() + seconds
     for pid in pids:
         try:
-            fd = os.pidfd_open(pid)
+            fd = linux.pidfd_open(pid)
         except ProcessLookupError:
             continue
         _wait_readable([fd], max(0.0, deadline - time.monotonic()))

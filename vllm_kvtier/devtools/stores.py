@@ -8,6 +8,7 @@ from contextlib import suppress
 
 from vllm_kvtier.doctor.store import request_counts
 from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.store import linux
 from vllm_kvtier.store.protocol import Counts
 from vllm_kvtier.store.tiers.base import TierCounts
 
@@ -78,9 +79,9 @@ def end_store(path: str, how: signal.Signals = signal.SIGTERM, seconds: float = 
     """Send the store at ``path`` this signal, and wait until it is gone. Does nothing if no store answers; a hung store
     ends when its engines are gone."""
     with suppress(StoreFailed, ProcessLookupError):  # there is none, or it has just ended
-        fd = os.pidfd_open(store_counts(path).pid)
+        fd = linux.pidfd_open(store_counts(path).pid)
         try:
-            signal.pidfd_send_signal(fd, how)
+            linux.pidfd_send_signal(fd, how)
             select.select([fd], [], [], seconds)
         finally:
             os.close(fd)

@@ -7,6 +7,7 @@ import stat
 from pathlib import Path
 
 from vllm_kvtier.doctor.report import Check, fail, ok, warn
+from vllm_kvtier.store import linux
 from vllm_kvtier.store.memory.memory_limits import format_bytes
 from vllm_kvtier.store.tiers.disk.file_ops import FULL, Files
 
@@ -23,7 +24,7 @@ def disk(folder: Path, size: int, files: Files | None = None, mounts: Path = Pat
             parent = parent.parent
         if not parent.is_dir():
             return [fail(name, f"{parent} is not a directory", "choose a directory, on a local SSD")]
-        fd = files.open(str(parent), os.O_TMPFILE | os.O_RDWR)
+        fd = files.open(str(parent), linux.O_TMPFILE | os.O_RDWR)
     except OSError as error:
         return [_unwritable(name, parent, error)]
     try:
@@ -87,7 +88,7 @@ def _kind(name: str, parent: Path, files: Files, mounts: Path) -> list[Check]:
     if kind in REMOTE:
         return [warn(name, f"it is remote ({kind}): another node's store must not use it too", "choose a local disk")]
     try:
-        files.close(files.open(str(parent), os.O_TMPFILE | os.O_RDWR | os.O_DIRECT))
+        files.close(files.open(str(parent), linux.O_TMPFILE | os.O_RDWR | os.O_DIRECT))
     except OSError:
         message = f"its file system ({kind or 'unknown'}) has no O_DIRECT: reads and writes go through the page cache"
         return [warn(name, message, "a local disk with ext4 or xfs")]

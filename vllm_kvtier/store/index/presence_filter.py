@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.store import linux
 
 if TYPE_CHECKING:  # engines use the other end only
     from vllm_kvtier.store.index.block_entry import BlockEntry
@@ -32,7 +33,7 @@ class PresenceFilter:
     """The store's end: a ``Watch`` of the index of its memory. ``fd``: the file, read-only, for clients."""
 
     def __init__(self) -> None:
-        writable = os.memfd_create("kvtier-presence", os.MFD_CLOEXEC)
+        writable = linux.memfd_create("kvtier-presence")
         try:
             os.ftruncate(writable, COUNTERS)
             self._counters = mmap.mmap(writable, COUNTERS)

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.logs import get_logger
+from vllm_kvtier.store import linux
 from vllm_kvtier.store.memory.memory_limits import (
     HUGE_PAGE,
     MemoryLimits,
@@ -100,7 +101,7 @@ class PoolMemory:
         why = f"{format_bytes(free)} of 2 MiB pages are free"
         if free >= rounded:
             try:
-                self.fd = _make(rounded, os.MFD_HUGETLB | _MFD_HUGE_2MB)
+                self.fd = _make(rounded, linux.MFD_HUGETLB | _MFD_HUGE_2MB)
                 # Mapping it once reserves the pages for this file until their first use.
                 mmap.mmap(self.fd, rounded).close()
                 os.posix_fallocate(self.fd, 0, HUGE_PAGE)  # a container's limit shows at the first use only
@@ -241,10 +242,10 @@ def place_this_thread(nodes: list[int]) -> None:
 
 
 def _make(nbytes: int, flags: int) -> int:
-    fd = os.memfd_create("kvtier-pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | flags)
+    fd = linux.memfd_create("kvtier-pool", linux.MFD_ALLOW_SEALING | flags)
     try:
         os.ftruncate(fd, nbytes)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        fcntl.fcntl(fd, linux.F_ADD_SEALS, linux.F_SEAL_SHRINK | linux.F_SEAL_GROW | linux.F_SEAL_SEAL)
     except OSError:
         os.close(fd)
         raise

@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.store import linux
 from vllm_kvtier.store.launcher import serves
 
 END_SECONDS = 10.0  # time that a new store waits for the end of an old one
@@ -65,7 +66,7 @@ def _wait_end(path: str, owner: str) -> bool:
     if not owner.isdigit() or serves(path):
         return False
     try:
-        pidfd = os.pidfd_open(int(owner))
+        pidfd = linux.pidfd_open(int(owner))
     except OSError:
         return True  # it has ended, or is in another pid namespace: the lock tells
     try:

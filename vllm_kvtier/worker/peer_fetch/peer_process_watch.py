@@ -6,6 +6,7 @@ from functools import partial
 
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.logs import get_logger
+from vllm_kvtier.store import linux
 from vllm_kvtier.wire.messages import Shared
 from vllm_kvtier.wire.reactor import Reactor
 from vllm_kvtier.worker.peer_fetch import process_memory
@@ -47,7 +48,7 @@ class PeerProcessWatch:
         descriptors = self._followed[instance] = []
         try:
             for each in processes:
-                descriptor = os.pidfd_open(each.pid)
+                descriptor = linux.pidfd_open(each.pid)
                 descriptors.append(descriptor)
                 self._reactor.add_fd(descriptor, lambda events: self._ended(instance))
                 _check(each)  # another process may have had the pid by then

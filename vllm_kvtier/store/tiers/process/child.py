@@ -6,6 +6,7 @@ import socket
 import subprocess
 from collections.abc import Sequence
 
+from vllm_kvtier.store import linux
 from vllm_kvtier.store.launcher import package_environment, run_module
 
 MAX_LINE = 1000  # characters of a line of its stderr that are logged
@@ -20,7 +21,7 @@ class Child:
         assert process.stderr is not None
         self._process, self._stderr = process, process.stderr
         self.pid = process.pid
-        self.ended = os.pidfd_open(process.pid)
+        self.ended = linux.pidfd_open(process.pid)
         self.stderr = self._stderr.fileno()
         os.set_blocking(self.stderr, False)
         self.silent, self.last_line = False, ""
@@ -29,7 +30,7 @@ class Child:
     def kill(self) -> None:
         """Send SIGKILL. Idempotent, also after its end."""
         if self._process.returncode is None:
-            signal.pidfd_send_signal(self.ended, signal.SIGKILL)
+            linux.pidfd_send_signal(self.ended, signal.SIGKILL)
 
     def reap(self) -> int | None:
         """Its exit status; below 0: minus the signal that ended it; None: it runs."""
