@@ -10,6 +10,7 @@ import msgspec
 
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.store import protocol as m
+from vllm_kvtier.store.linux import leave_out_of_dumps
 from vllm_kvtier.wire.stream import read_frame, write_frame
 
 
@@ -42,6 +43,7 @@ class PoolMapping:
             raise
         self.buffer = memoryview(self._mapping)
         self.address = ctypes.addressof((ctypes.c_char * nbytes).from_buffer(self._mapping))
+        leave_out_of_dumps(self.address, nbytes)
 
     def close(self) -> None:
         """Idempotent. The memory is unmapped when the last view of ``buffer`` is gone."""

@@ -158,6 +158,7 @@ class PoolMemory:
             view = (ctypes.c_char * (end - start)).from_buffer(mapping)
             address = ctypes.addressof(view)
             del view
+            linux.leave_out_of_dumps(address, end - start)
             if self._transparent:
                 _libc.madvise(address, end - start, _MADV_HUGEPAGE)  # advice: a refusal changes nothing
             jobs = [

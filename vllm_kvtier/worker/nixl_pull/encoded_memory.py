@@ -20,6 +20,7 @@ from vllm_kvtier.codecs.parts import part_layout
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.jobs.transfer_jobs import ChecksumJob, GroupPull
 from vllm_kvtier.shapes.read_paths import ENCODED
+from vllm_kvtier.store.linux import leave_out_of_dumps
 from vllm_kvtier.store.memory.memory_limits import format_bytes, memory_limits
 from vllm_kvtier.wire.geometry import CacheGeometry, GroupView, Region
 from vllm_kvtier.wire.slots import PAGE, PartLayout, align, layout_digest
@@ -61,6 +62,7 @@ class EncodedMemory(PeerMemory):
         if view.device.type == "cuda":
             rows.zero_()  # faults the pages in on all cores; the driver would do it one by one under its lock
         address = rows.data_ptr()
+        leave_out_of_dumps(address, nbytes)
         pool = (address, nbytes, SimpleNamespace(buffer=memoryview(self._rows)))
         self._copier = make_copier(view, pool, layouts, [0] * len(layouts))
         self._copier.register(0, nbytes)

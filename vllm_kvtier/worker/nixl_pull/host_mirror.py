@@ -6,6 +6,7 @@ import msgspec
 import torch
 
 from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.store.linux import leave_out_of_dumps
 from vllm_kvtier.store.memory.memory_limits import format_bytes, memory_limits
 from vllm_kvtier.wire.geometry import GroupView
 from vllm_kvtier.wire.slots import align
@@ -34,6 +35,7 @@ def mirror(view: CacheView, ranks: int = 1) -> CacheView:
     # Not pinned: torch would take up to twice as much, and copies to and from it are the CPU's (``_carry``). Alignment
     # by hand: malloc promises no more than 16 bytes.
     memory = torch.empty(nbytes, dtype=torch.uint8)
+    leave_out_of_dumps(memory.data_ptr(), nbytes)
     memory.zero_()
     base = align(memory.data_ptr(), _ALIGN)
     groups = []

@@ -14,6 +14,7 @@ import torch
 
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.remote_store.nixl_agent import Kind
+from vllm_kvtier.store.linux import leave_out_of_dumps
 from vllm_kvtier.store.memory.memory_limits import format_bytes, memory_limits
 from vllm_kvtier.wire.slots import PAGE, PartLayout, align
 from vllm_kvtier.worker.cache_view import CacheView
@@ -88,4 +89,6 @@ class StagingRing:
                 f"{format_bytes(limits.fits)} are free ({limits.source})"
             )
         self._memory = mmap.mmap(-1, self.nbytes)
-        return torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
+        address = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
+        leave_out_of_dumps(address, self.nbytes)
+        return address

@@ -26,6 +26,7 @@ import msgspec
 from vllm_kvtier import __version__
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.logs import LIMIT, get_logger
+from vllm_kvtier.store.linux import leave_out_of_dumps
 from vllm_kvtier.store.tiers.process import protocol as m
 from vllm_kvtier.wire.reactor import Reactor
 from vllm_kvtier.wire.stream import Stream, StreamLimits
@@ -72,6 +73,7 @@ class Pool:
         self._mapping = mmap.mmap(fd, nbytes)
         self.view = memoryview(self._mapping)
         self.address = ctypes.addressof((ctypes.c_char * nbytes).from_buffer(self._mapping))
+        leave_out_of_dumps(self.address, nbytes)
 
 
 class TierProcessMain:
