@@ -112,6 +112,7 @@ def test_doctor_probe_of_crashing_vllm_reports_exit_status(tmp_path, monkeypatch
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm" / "__init__.py").write_text("import os; os._exit(3)")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
     (check,) = packages.probe()
     assert check.state == "fail" and "exit status 3" in check.message
 

@@ -118,10 +118,10 @@ def test_store_starts_in_a_cpuset_whose_cores_have_other_numbers(path, tmp_path,
 
 STARTS = """
 import os, sys
-from vllm_kvtier.store.launcher import package_environment, start_store
+from vllm_kvtier.store.launcher import package_environment, run_module, start_store
 from vllm_kvtier.store.options import StoreOptions
 start_store(sys.argv[1], StoreOptions(size="1MiB", idle_seconds=30))
-print(package_environment()["PYTHONPATH"])
+print("PYTHONPATH" in package_environment(), run_module("os")[-2:])
 """
 
 
@@ -137,7 +137,40 @@ def test_store_starts_beside_modules_named_like_the_standard_librarys(path, tmp_
     (there / "others.pth").write_text("\n".join(place for place in sys.path if "site-packages" in place))
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     printed = subprocess.check_output([python, "-c", STARTS, path], text=True, env=environment, cwd=tmp_path)
-    assert serves(path) and printed == "\n", "nothing is in its PYTHONPATH"
+    assert serves(path) and printed == "False ['-m', 'os']\n"
+
+
+CHANGES_PATH = """
+import dataclasses, subprocess, sys
+path, disk, first, *places = sys.argv[1:]
+if first == "first":
+    sys.path[:0] = places
+else:
+    sys.path += places
+from vllm_kvtier.devtools.stores import open_tier
+from vllm_kvtier.store.launcher import package_environment, run_code, start_store
+from vllm_kvtier.store.options import StoreOptions
+start_store(path, StoreOptions(size="4MiB", disk_path=disk, disk_size="8MiB", idle_seconds=30))
+open_tier(path)
+subprocess.run(run_code("import found_there; print(sys.path)"), env=package_environment(), cwd="/", check=True)
+"""
+
+
+@pytest.mark.parametrize("place", ["first", "last"])
+def test_children_find_what_this_process_finds_by_a_path_of_its_own(path, tmp_path, root, place):
+    """As in pex, Bazel and wrappers: the package in one folder, what it needs in others."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "dataclasses.py").write_text("raise ImportError('not that of the standard library')")
+    (tmp_path / "more" / "found_there.py").write_text("")
+    needs = [each for each in sys.path if "site-packages" in each]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [tmp_path / "venv" / "bin" / "python", "-c", CHANGES_PATH, path, tmp_path / "disk", place]
+    done = subprocess.run(
+        [*command, tmp_path / "more", root, *needs], capture_output=True, text=True, env=environment, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert serves(path) and f"'{tmp_path}'" not in done.stdout, "the current folder is not in it"
 
 
 def test_store_that_cannot_be_imported_says_so_in_its_log(path, tmp_path, monkeypatch):

@@ -163,7 +163,7 @@ def test_store_asks_how_children_find_the_package_before_it_serves(tmp_path, mon
         threads.append(threading.current_thread())
         return run(*args, **options)
 
-    launcher._finds.cache_clear()
+    launcher._found_by_child.cache_clear()
     monkeypatch.setattr(launcher.subprocess, "run", noted)
     make(tmp_path / "s.sock").stop()
     assert not threads, "without tiers it starts none"

@@ -2,6 +2,7 @@
 
 import fcntl
 import functools
+import json
 import os
 import re
 import select
@@ -10,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 import vllm_kvtier
@@ -129,40 +131,60 @@ _SAFE = ["-P"] if sys.version_info >= (3, 11) else []  # the current folder is n
 FILES = ("AWS_CA_BUNDLE", "AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE", "GOOGLE_APPLICATION_CREDENTIALS")
 
 
+# Modules that a child must find where this process does: the package's, and those of others that it may need.
+_MODULES = ("vllm_kvtier", "msgspec", "numpy", "zmq", "vllm", "nixl", "obstore", "mooncake")
+
+
 def package_environment() -> dict[str, str]:
-    """For a child process that must import this very package, however this process found it. Without its folder if a
-    child finds it by itself: in site-packages a module named like one of the standard library's must not come first."""
-    package, environment = str(Path(vllm_kvtier.__file__).resolve().parents[1]), _environment()
-    given = list(filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)))
-    places = [*([] if _finds(package, os.pathsep.join(given)) else [package]), *given]
-    found = {name: os.path.abspath(os.environ[name]) for name in FILES if os.path.exists(os.environ.get(name, ""))}
-    return {**environment, **found, "PYTHONPATH": os.pathsep.join(places)}
-
-
-def _environment() -> dict[str, str]:
-    """With it children ignore what this process ignores: under ``python -E``, ``-s`` or ``-I``."""
+    """For ``run_module`` and ``run_code``. With it children ignore what this process ignores: under ``python -E``,
+    ``-s`` or ``-I``."""
     ignored = [name for name in os.environ if sys.flags.ignore_environment and name.startswith("PYTHON")]
     kept = {name: value for name, value in os.environ.items() if name not in ignored}
+    kept |= {name: os.path.abspath(os.environ[name]) for name in FILES if os.path.exists(os.environ.get(name, ""))}
     return {**kept, "PYTHONNOUSERSITE": "1"} if sys.flags.no_user_site else kept
 
 
+def run_module(name: str) -> list[str]:
+    """The beginning of a command that must import this very package, however this process found it. Without the current
+    folder in the child's search path, from Python 3.11 on."""
+    if not _search_path():
+        return [sys.executable, *_SAFE, "-m", name]
+    return [*run_code("import runpy; runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"), name]
+
+
+def run_code(code: str) -> list[str]:
+    """As ``run_module``; ``code`` has ``sys``."""
+    path = _search_path()
+    return [sys.executable, *_SAFE, "-c", "import sys; " + (f"sys.path[:] = {path}; " if path else "") + code]
+
+
+def _search_path() -> list[str]:
+    """This process's, which wrappers, pex and Bazel change after its start. [] if a child finds the modules by itself.
+    The standard library comes first: this process may have imported its modules before it had a folder with others of
+    the same names."""
+    ours = {spec.name: spec.origin for spec in filter(None, map(PathFinder.find_spec, _MODULES)) if spec.origin}
+    ours["vllm_kvtier"] = vllm_kvtier.__file__
+    found = _found_by_child(os.environ.get("PYTHONPATH", ""))
+    if all(os.path.realpath(origin) == found.get(name) for name, origin in ours.items()):
+        return []
+    places = [os.path.abspath(each) for each in sys.path if os.path.exists(each) and not os.path.samefile(each, ".")]
+    package, standard = str(Path(vllm_kvtier.__file__).resolve().parents[1]), os.path.dirname(os.__file__)
+    places = [*([] if package in map(os.path.realpath, places) else [package]), *places]
+    return sorted(places, key=lambda place: place not in (standard, f"{standard}/lib-dynload"))
+
+
 @functools.cache
-def _finds(package: str, path: str) -> bool:
-    """Whether a child process with this PYTHONPATH finds the package in that folder."""
-    ask = "import importlib.util as u; print(u.find_spec('vllm_kvtier').origin)"
-    command = [sys.executable, *_SAFE, "-c", ask]
-    environment = {**_environment(), "PYTHONPATH": path}
+def _found_by_child(path: str) -> dict[str, str]:
+    """Files of modules that a child process with this PYTHONPATH finds."""
+    ask = """import importlib.util as u, json, os, sys
+specs = filter(None, map(u.find_spec, sys.argv[1:]))
+print(json.dumps({spec.name: os.path.realpath(spec.origin) for spec in specs if spec.origin}))"""
+    command, environment = [sys.executable, *_SAFE, "-c", ask, *_MODULES], package_environment()
     try:
         output = subprocess.run(command, capture_output=True, text=True, timeout=3.0, cwd="/", env=environment).stdout
-        found = output.splitlines()[-1]  # perhaps behind what other modules print when Python starts
-    except (OSError, ValueError, IndexError, subprocess.SubprocessError):
-        return False
-    return Path(found).resolve() == Path(package, "vllm_kvtier", "__init__.py")
-
-
-def run_module(name: str) -> list[str]:
-    """The beginning of a command; without the current folder in the child's search path, from Python 3.11 on."""
-    return [sys.executable, *_SAFE, "-m", name]
+        return dict(json.loads(output.splitlines()[-1]))  # perhaps behind what others print when Python starts
+    except (OSError, ValueError, TypeError, IndexError, subprocess.SubprocessError):
+        return {}
 
 
 def _read_all(reader: int, timeout: float) -> bytes:

@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from vllm_kvtier import __version__
 from vllm_kvtier.doctor.report import Check, fail, ok, unknown, warn
 from vllm_kvtier.errors import UnsupportedVLLM
-from vllm_kvtier.store.launcher import package_environment, run_module
+from vllm_kvtier.store.launcher import package_environment, run_code, run_module
 from vllm_kvtier.vllm_compat import version
 from vllm_kvtier.vllm_compat.probe.row import Feature
 
 # In a separate process: NIXL's libraries write to stderr, take seconds to load, and may crash with a bad driver.
 _ASK_NIXL = """
-import json, sys
+import json
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.store.tiers.process.nixl_agent import load_nixl
 try:
@@ -83,7 +83,7 @@ def nixl(backends: Sequence[str], environment: Mapping[str, str] | None = None) 
     """Whether NIXL has ``backends``, by making an agent of each."""
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _ASK_NIXL, *backends],
+            [*run_code(_ASK_NIXL), *backends],
             capture_output=True,
             text=True,
             timeout=_NIXL_SECONDS,

@@ -6,7 +6,7 @@ from dataclasses import replace
 from vllm_kvtier.store.eviction import DEFAULT_POLICY, POLICIES
 from vllm_kvtier.store.index.index import Index
 from vllm_kvtier.store.index.types import BadRequest, Found
-from vllm_kvtier.store.launcher import package_environment
+from vllm_kvtier.store.launcher import run_module
 from vllm_kvtier.store.memory.memory_limits import parse_bytes
 from vllm_kvtier.store.memory.pool_memory import PoolMemory
 from vllm_kvtier.store.options import StoreOptions
@@ -248,7 +248,7 @@ def open_tiers(
         tiers.append(bucket)
         admissions[bucket] = admission(options.object_admission, options.disk_min_tokens)
     if tiers:
-        package_environment()  # what it asks a Python process is cached: the reactor must not wait for that
+        run_module(__name__)  # what it asks a Python process is cached: the reactor must not wait for that
     demotion = None
     if admissions:
         # Queued blocks hold no memory and may be evicted before they are written. Blocks that are being written hold
