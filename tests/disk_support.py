@@ -38,6 +38,11 @@ def move_of(number: int, slot: int, pages: int, position: int, parent: bytes = Z
     return m.Move(NAMESPACE_ID, 0, name_of(number), parent, b"somebody", slot, pages, position)
 
 
+def size_of(pages: int) -> int:
+    """The size of a tier with a data file of so many pages: 2 % of it are for the journal."""
+    return -(-pages * PAGE * 50 // 49)
+
+
 def make_pool(nbytes: int) -> Pool:
     fd = linux.memfd_create("kvtier-test-pool")
     os.ftruncate(fd, nbytes)

@@ -46,13 +46,13 @@ class Ours:
     def __init__(self, folder: Path, size: int, nbytes: int, seed: int, options: dict):
         self.size, self.pages, self.rng = size, size // PAGE, random.Random(seed)
         self.batch = batch_of(size)
-        self.blocks = (nbytes - PAGE) // size
         self.pool = make_pool(4 * self.batch * size + (2 << 20))
         self.pool.view[:] = random.Random(seed).randbytes(1 << 20) * (self.pool.nbytes >> 20) + bytes(
             self.pool.nbytes % (1 << 20)
         )
         self.process = DiskTierProcess(self.pool, {"path": str(folder), "size": nbytes, **options})
         assert isinstance(self.process.opened, m.Opened), self.process.opened
+        self.blocks = (self.process.opened.capacity_pages - 1) // self.pages
         self.name, self.id = 0, 0
         self.names = [0] * self.blocks
         order = list(range(self.blocks))

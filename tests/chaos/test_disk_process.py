@@ -8,7 +8,18 @@ import threading
 import time
 
 import pytest
-from disk_support import NAMESPACE_ID, SHAPE, DiskTierProcess, content_of, fill, holds, make_pool, move_of, name_of
+from disk_support import (
+    NAMESPACE_ID,
+    SHAPE,
+    DiskTierProcess,
+    content_of,
+    fill,
+    holds,
+    make_pool,
+    move_of,
+    name_of,
+    size_of,
+)
 
 from vllm_kvtier import __version__
 from vllm_kvtier.store.index.types import ZERO
@@ -107,7 +118,7 @@ class Disk:
 
 
 def run(path, lives, backend, seed):
-    options = {"path": str(path), "size": (PLACES * PAGES + 1) * PAGE, "backend": backend}
+    options = {"path": str(path), "size": size_of(PLACES * PAGES + 1), "backend": backend}
     disk = Disk(make_pool(POOL), options, seed)
     for _ in range(lives):
         disk.life()

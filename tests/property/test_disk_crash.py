@@ -6,7 +6,7 @@ import random
 from collections import deque
 
 import pytest
-from disk_support import SHAPE, content_of, move_of
+from disk_support import SHAPE, content_of, move_of, size_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sim_disk import Crash, SimDisk
@@ -21,7 +21,7 @@ CAPACITY = 20  # pages of the disk
 POOL = 40  # pages
 BANKS = 1, 13  # where the blocks of a Write under way are
 READS = 25  # where they are read to
-OPTIONS = {"path": "/disk", "size": CAPACITY * PAGE, "backend": "threads"}
+OPTIONS = {"path": "/disk", "size": size_of(CAPACITY), "backend": "threads"}
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import msgspec
 import numpy as np
 import pytest
-from disk_support import SHAPE, DiskTierProcess, content_of, fill, holds, make_pool, move_of, name_of
+from disk_support import SHAPE, DiskTierProcess, content_of, fill, holds, make_pool, move_of, name_of, size_of
 
 from vllm_kvtier import __version__
 from vllm_kvtier.store.index.types import ZERO
@@ -226,7 +226,7 @@ def test_disk_with_more_blocks_than_may_be_unsent_is_restored(tmp_path, pool, mo
     rows = np.zeros(count, ROW)
     rows["place"], rows["pages"] = np.arange(1, count + 1), 1
     rows["hash"] = np.frombuffer(np.random.default_rng(0).bytes(16 * count), "V16")
-    size = (count + 1) * PAGE
+    size = size_of(count + 1)
     storage = open_storage(FILES, str(tmp_path), size, preallocate=False, direct=False)
     storage.journal.replace(j.snapshot(rows, [SHAPE]))
     storage.close(FILES)
@@ -288,12 +288,12 @@ def test_disk_refused_again_says_the_same(tmp_path, pool):
 
 def test_disk_with_smaller_size_keeps_fitting_blocks(tmp_path, pool):
     keep(pool, tmp_path, MOVES)
-    with DiskTierProcess(pool, options(tmp_path, size=60 * PAGE)) as tier_process:
+    with DiskTierProcess(pool, options(tmp_path, size=size_of(60))) as tier_process:
         assert [x.position for x in tier_process.kept] == [1, 21, 41] and tier_process.opened.capacity_pages == 60
         assert (tmp_path / "slots").stat().st_size == 60 * PAGE
     with DiskTierProcess(pool, options(tmp_path)) as tier_process:  # larger again: what was cut off does not come back
         assert [x.position for x in tier_process.kept] == [1, 21, 41]
-        tier_process.write([move_of(50, 1, 5, 1000)])
+        tier_process.write([move_of(50, 1, 5, 900)])
         assert tier_process.hear().good == [True]
 
 
@@ -301,7 +301,18 @@ def test_disk_preallocation_allocates_whole_file(tmp_path, pool):
     keep(pool, tmp_path / "a", MOVES[:1], preallocate=True)
     keep(pool, tmp_path / "b", MOVES[:1])
     taken = {name: (tmp_path / name / "slots").stat().st_blocks * 512 for name in "ab"}
-    assert taken["a"] >= 4 << 20 > 1 << 20 > taken["b"]
+    assert taken["a"] >= 0.97 * (4 << 20) > 1 << 20 > taken["b"]
+
+
+def test_disk_full_tier_takes_no_more_than_its_size_with_its_journal(tmp_path):
+    """The data file alone had the size: in a volume with that limit, kubelet ended the pod whenever the tier was full."""
+    size, pages, rows = 256 << 20, 16, []
+    storage = open_storage(FILES, str(tmp_path), size, preallocate=True, direct=False)
+    for position in range(1, storage.capacity - pages, pages):
+        rows.append(pack(move_of(position, 0, pages, position), 7))
+    storage.journal.append(j.put(np.frombuffer(b"".join(rows), ROW)))
+    assert 0.97 * size < sum(path.stat().st_blocks * 512 for path in tmp_path.iterdir()) <= size
+    storage.close(FILES)
 
 
 class SmallFiles(Files):
@@ -316,7 +327,7 @@ def test_disk_larger_than_its_file_system_fits_there(tmp_path, pool):
     keep(pool, tmp_path, MOVES)
     storage = open_storage(SmallFiles(), str(tmp_path), 4 << 20, preallocate=True, direct=True)
     assert storage.capacity == 60 and storage.writable and not storage.sparse
-    assert storage.notes == ["its file system has room for 240 KiB of its 4 MiB"]
+    assert storage.notes == ["its file system has room for 248 KiB of its 4 MiB"]
     assert storage.table.rows()["place"].tolist() == [1, 21, 41]
     assert (tmp_path / "slots").stat().st_size == 60 * PAGE
     storage.close(FILES)

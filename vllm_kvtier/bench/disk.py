@@ -41,7 +41,6 @@ class DiskTierClient:
 
     def __init__(self, folder: Path, nbytes: int):
         """Raises KVTierError with the tier process's reason if it cannot use the directory."""
-        self._blocks = nbytes // (BLOCK_PAGES * PAGE)
         pool_bytes = (2 * BATCH_BLOCKS * BLOCK_PAGES + 1) * PAGE
         self._fd = linux.memfd_create("kvtier-bench")
         os.ftruncate(self._fd, pool_bytes)
@@ -60,14 +59,16 @@ class DiskTierClient:
         theirs.close()
         self._ids, self._names = itertools.count(1), itertools.count(1)
         self._there: dict[int, bytes] = {}  # block number -> name
-        options = {"path": str(folder), "size": (self._blocks * BLOCK_PAGES + 2) * PAGE}
-        self._send(m.Open(options, pool_bytes, __version__))
+        self._send(m.Open({"path": str(folder), "size": nbytes}, pool_bytes, __version__))
         while isinstance(reply := self._receive(), m.Kept):
             continue
         if not isinstance(reply, m.Opened):
             self.close()
             raise KVTierError(f"the disk tier cannot use {folder}: {getattr(reply, 'reason', reply)}")
-        self.note = reply.note
+        self.note, self._blocks = reply.note, (reply.capacity_pages - 1) // BLOCK_PAGES
+        if not self._blocks:
+            self.close()
+            raise KVTierError(f"the disk tier cannot use {folder}: {self.note}")
         for at in range(0, self._blocks, BATCH_BLOCKS):
             self._send(self._write(list(range(at, min(at + BATCH_BLOCKS, self._blocks))), 0))
             self._answer()

@@ -22,7 +22,7 @@ from vllm_kvtier.store.tiers.disk.slot_table import SlotTable
 from vllm_kvtier.store.tiers.process.protocol import NamespaceShape
 
 MIN_PAGES = 16
-JOURNAL_SHARE = 0.02  # of the file system's room that the data file leaves: three journals of blocks of 16 KiB
+JOURNAL_SHARE = 0.02  # of the tier's size, and of the file system's room: three journals of blocks of 16 KiB
 READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 _HEADER = struct.Struct(f"<8sI{j.STORAGE_ID}s")
 _MAGIC = b"KVTSLOTS"
@@ -57,14 +57,15 @@ class Storage:
 
 
 def open_storage(files: Files, folder: str, nbytes: int, *, preallocate: bool, direct: bool) -> Storage:
-    """Raises KVTierError if it can be neither read nor written, or if another process uses it."""
-    storage = Storage(folder, nbytes // PAGE)
-    if storage.capacity < MIN_PAGES:
+    """Raises KVTierError if it can be neither read nor written, or if another process uses it. ``nbytes``: of the data
+    file and the journal."""
+    storage = Storage(folder, data_pages(nbytes))
+    if nbytes < MIN_PAGES * PAGE:
         raise KVTierError(f"a disk tier of {nbytes} bytes is too small: at least {MIN_PAGES * PAGE} are required")
     try:
         _lock(files, storage)
         _open_slots(files, storage, direct)
-        _limit_to_room(files, storage)
+        _limit_to_room(files, storage, nbytes)
         _recover(files, storage, preallocate)
     except OSError as error:
         storage.close(files)
@@ -114,17 +115,22 @@ def _open_slots(files: Files, storage: Storage, direct: bool) -> None:
         storage.notes.append("its file system has no O_DIRECT: reads and writes also fill the page cache")
 
 
+def data_pages(nbytes: int) -> int:
+    """Pages of the data file of a tier that may take ``nbytes``."""
+    return max(MIN_PAGES, int(nbytes * (1 - JOURNAL_SHARE)) // PAGE)
+
+
 def room_pages(files: Files, storage: Storage) -> int:
     """Pages that the data file has or could get. Raises OSError."""
-    return max(MIN_PAGES, int(files.room(storage.file_fd, storage.folder) * (1 - JOURNAL_SHARE)) // PAGE)
+    return data_pages(files.room(storage.file_fd, storage.folder))
 
 
-def _limit_to_room(files: Files, storage: Storage) -> None:
+def _limit_to_room(files: Files, storage: Storage, nbytes: int) -> None:
     """A tier larger than its file system's room could neither write nor evict once that is full."""
-    room = room_pages(files, storage)
-    if room < storage.capacity and storage.writable:
-        wanted, storage.capacity = size_text(storage.capacity * PAGE), room
-        storage.notes.append(f"its file system has room for {size_text(room * PAGE)} of its {wanted}")
+    room = files.room(storage.file_fd, storage.folder)
+    if room < nbytes and storage.writable:
+        storage.capacity = data_pages(room)
+        storage.notes.append(f"its file system has room for {size_text(room)} of its {size_text(nbytes)}")
 
 
 def _recover(files: Files, storage: Storage, preallocate: bool) -> None:

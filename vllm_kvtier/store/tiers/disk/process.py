@@ -1,7 +1,7 @@
 """The tier process of the disk tier: moves blocks between the pool and one data file, with a journal of positions.
 
-Options of Open: ``path`` (directory), ``size`` (bytes, of the data file), ``preallocate`` (bool), ``backend`` ("auto",
-"POSIX", "GDS", "GDS_MT": of NIXL; "threads": system calls), ``direct`` ("auto", "never": O_DIRECT).
+Options of Open: ``path`` (directory), ``size`` (bytes, of the data file and the journal), ``preallocate`` (bool),
+``backend`` ("auto", "POSIX", "GDS", "GDS_MT": of NIXL; "threads": system calls), ``direct`` ("auto", "never": O_DIRECT).
 
 A Write has three steps; each begins when the one before it is durable:
 
@@ -24,7 +24,7 @@ from vllm_kvtier.logs import get_logger
 from vllm_kvtier.store.protocol import PAGE
 from vllm_kvtier.store.tiers.disk import journal as j
 from vllm_kvtier.store.tiers.disk.data_file import READ, WRITE, Data, NixlData, PlainData, marks
-from vllm_kvtier.store.tiers.disk.directory import Room, Storage, open_storage, room_pages
+from vllm_kvtier.store.tiers.disk.directory import Room, Storage, data_pages, open_storage, room_pages
 from vllm_kvtier.store.tiers.disk.file_ops import Files, Workers, error_text
 from vllm_kvtier.store.tiers.disk.group_commit import MIN_LOG, Log, Syncs
 from vllm_kvtier.store.tiers.disk.slot_table import pack, parents_first, unpack
@@ -132,7 +132,7 @@ class DiskProcess:
     def _look_for_room_later(self) -> None:
         """If the file system had less than the tier's size, see whether it has more now."""
         storage = self._storage
-        if storage.capacity == int(self._options["size"]) // PAGE:
+        if storage.capacity == data_pages(int(self._options["size"])):
             return
 
         def looked(room: int | None, error: OSError | None) -> None:
