@@ -129,7 +129,10 @@ class SimDisk(Files):
     def size(self, fd):
         return len(self.fds[fd].cache)
 
-    def room(self, fd, folder):
+    def left_to_others(self, folder):
+        return 0
+
+    def room(self, fd, folder, left):
         return 1 << 40
 
     def truncate(self, fd, nbytes):

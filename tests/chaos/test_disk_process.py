@@ -248,7 +248,7 @@ def test_disk_that_its_file_system_limits_is_opened_again_when_there_is_more_roo
     monkeypatch.setattr(disk_process, "ROOM_SECONDS", 0.02)
     looks, pool = [2 << 20, 2 << 20, 3 << 20], make_pool(POOL)
     files = Files()
-    files.room = lambda fd, folder: looks.pop(0)
+    files.room = lambda fd, folder, left: looks.pop(0)
     ours, theirs = socket.socketpair()
     host = TierProcessMain(pool, theirs, lambda host, options: DiskProcess(host, options, files=files))
     options = {"path": str(tmp_path), "size": 4 << 20, "backend": "threads"}

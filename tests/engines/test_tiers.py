@@ -317,7 +317,7 @@ async def test_full_then_read_only_file_system_serves_what_fits(node, tiers):
     """What fitted is served; the rest is computed, and the store says why."""
     prompts = prompts_of("full", 4)
     with small_disk(node.disk.with_name("full"), 50 * SLOT_PAGES * PAGE) as folder:
-        with another_store(node, *serve_options(folder / "disk")):
+        with another_store(node, *serve_options(folder)):
             await tiers.uses_store(node.engine)
             for prompt in prompts:
                 await tiers.asked(node.engine, prompt)
@@ -329,7 +329,7 @@ async def test_full_then_read_only_file_system_serves_what_fits(node, tiers):
             await tiers.gone_from_memory(*prompts)
             assert sum([(await tiers.asked(node.engine, prompt)).pulled for prompt in prompts]) > 0
         read_only(folder)
-        with another_store(node, *serve_options(folder / "disk")):
+        with another_store(node, *serve_options(folder)):
             await tiers.until(lambda: _opened(tiers), 20, "the disk is open")
             disk = await tiers.disk()
             assert disk.state == "read_only" and disk.reason and disk.blocks > 0, disk

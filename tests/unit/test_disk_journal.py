@@ -9,17 +9,19 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
 import numpy as np
 import pytest
 from disk_support import SHAPE, DiskTierProcess, content_of, fill, holds, make_pool, move_of, name_of, size_of
+from tier_fixtures import small_disk
 
 from vllm_kvtier import __version__
 from vllm_kvtier.store.index.types import ZERO
 from vllm_kvtier.store.protocol import PAGE
-from vllm_kvtier.store.tiers.disk import file_ops
+from vllm_kvtier.store.tiers.disk import file_ops, mounts
 from vllm_kvtier.store.tiers.disk import journal as j
 from vllm_kvtier.store.tiers.disk.directory import open_storage
 from vllm_kvtier.store.tiers.disk.file_ops import Files
@@ -316,10 +318,13 @@ def test_disk_full_tier_takes_no_more_than_its_size_with_its_journal(tmp_path):
 
 
 class SmallFiles(Files):
-    """Of a file system of 62 pages; the data file is not to have all."""
+    """Of a file system with room for 62 pages; the data file is not to have all."""
 
-    def room(self, fd, folder):
-        return 62 * PAGE
+    def left_to_others(self, folder):
+        return 20 * PAGE
+
+    def room(self, fd, folder, left):
+        return 82 * PAGE - left
 
 
 def test_disk_larger_than_its_file_system_fits_there(tmp_path, pool):
@@ -327,7 +332,9 @@ def test_disk_larger_than_its_file_system_fits_there(tmp_path, pool):
     keep(pool, tmp_path, MOVES)
     storage = open_storage(SmallFiles(), str(tmp_path), 4 << 20, preallocate=True, direct=True)
     assert storage.capacity == 60 and storage.writable and not storage.sparse
-    assert storage.notes == ["its file system has room for 248 KiB of its 4 MiB"]
+    assert storage.notes == [
+        "it may take 248 KiB of its 4 MiB: its file system has no more room (80 KiB stay free for others)"
+    ]
     assert storage.table.rows()["place"].tolist() == [1, 21, 41]
     assert (tmp_path / "slots").stat().st_size == 60 * PAGE
     storage.close(FILES)
@@ -337,11 +344,14 @@ def test_disk_knows_the_room_of_its_file_system(tmp_path, monkeypatch):
     fd = os.open(tmp_path / "slots", os.O_RDWR | os.O_CREAT)
     os.posix_fallocate(fd, 0, 8 << 20)
     folder = str(tmp_path)  # of files in it ext4 and XFS say what their file system has, also if a quota leaves less
-    numbers = {folder: SimpleNamespace(f_blocks=9, f_bavail=5, f_frsize=4096)}
+    numbers = {folder: SimpleNamespace(f_blocks=11, f_bfree=7, f_bavail=5, f_frsize=4096)}
     monkeypatch.setattr(os, "statvfs", numbers.get)
-    assert 0 <= FILES.room(fd, folder) - (8 << 20) - 5 * 4096 < 1 << 16  # of what describes it
-    numbers[folder] = SimpleNamespace(f_blocks=0, f_bavail=0, f_frsize=0)
-    assert FILES.room(fd, folder) > 1 << 60  # some file systems do not say
+    assert 0 <= FILES.room(fd, folder, 0) - (8 << 20) - 5 * 4096 < 1 << 16  # of what describes it
+    assert FILES.left_to_others(folder) == 4096, "a fifth of the nine that df adds up: two are root's"
+    assert FILES.room(fd, folder, 7 * 4096) == FILES.room(fd, folder, 0) - 7 * 4096, "it gives back what it has"
+    assert FILES.room(fd, folder, 1 << 30) == 0
+    numbers[folder] = SimpleNamespace(f_blocks=0, f_bfree=0, f_bavail=0, f_frsize=0)
+    assert FILES.room(fd, folder, FILES.left_to_others(folder)) > 1 << 60  # some file systems do not say
 
     def quotactl_fd(number, of, command, who, quota):
         if command.value != 0x80000701:
@@ -350,8 +360,33 @@ def test_disk_knows_the_room_of_its_file_system(tmp_path, monkeypatch):
         return 0
 
     monkeypatch.setattr(file_ops._libc, "syscall", quotactl_fd)
-    assert 0 <= FILES.room(fd, folder) - (8 << 20) - (1 << 20) + 4096 < 1 << 16
+    assert 0 <= FILES.room(fd, folder, 0) - (8 << 20) - (1 << 20) + 4096 < 1 << 16
     os.close(fd)
+
+
+@pytest.mark.parametrize(("name", "share"), [("", 0.98), ("kvtier", 0.8 * 0.98)])
+def test_disk_takes_all_of_a_file_system_only_if_it_is_mounted_at_its_path(tmp_path, name, share):
+    """It left 2 % to others, below which kubelet evicts the pods of a node."""
+    with small_disk(tmp_path / "mounted", total := 64 << 20) as mounted:
+        for _ in range(2):  # what the tier has already is no one else's
+            storage = open_storage(FILES, str(mounted / name), 1 << 40, preallocate=True, direct=False)
+            assert share - 0.01 < storage.capacity * PAGE / total <= share, storage.notes
+            storage.close(FILES)
+
+
+def test_mount_of_a_path_is_the_last_one_above_it(tmp_path):
+    table = tmp_path / "mountinfo"
+    table.write_text(
+        "21 1 8:1 / / rw - ext4 /dev/root rw\n"
+        "22 21 8:2 / /nvme rw,noatime shared:5 - xfs /dev/nvme0n1 rw\n"
+        "23 21 8:1 /var/lib/kv /a\\040disk rw master:1 propagate_from:2 - ext4 /dev/root rw\n"
+    )
+    found = {path: mounts.mount_of(Path(path), table) for path in ("/nvme/x", "/nvmes", "/a disk/x")}
+    assert [each.kind for each in found.values()] == ["xfs", "ext4", "ext4"]
+    assert [str(each.point) for each in found.values()] == ["/nvme", "/", "/a disk"]
+    own = [mounts.has_own(Path(path), table) for path in ("/nvme", "/nvme/x", "/a disk")]
+    assert own == [True, False, False], "a container's volume is a folder of the host's disk"
+    assert mounts.mount_of(Path("/x"), tmp_path / "none").kind == ""
 
 
 class ReadOnlyFiles(Files):

@@ -370,7 +370,7 @@ def test_doctor_disk_that_cannot_be_listed_fails(tmp_path, monkeypatch):
 
 def test_doctor_writable_disk_is_ok_and_left_clean(tmp_path):
     mounts = tmp_path / "mounts"
-    mounts.write_text("/dev/x / ext4 rw 0 0\n")
+    mounts.write_text("1 1 8:1 / / rw - ext4 /dev/x rw\n")
     assert [check.state for check in disk.disk(tmp_path / "not/yet/there", 1 << 20, mounts=mounts)] == ["ok"]
     assert list(tmp_path.iterdir()) == [mounts], "nothing is left there"
 
@@ -381,12 +381,14 @@ def test_doctor_path_that_is_no_local_disk_is_found(tmp_path):
     assert "is not a directory" in only(disk.disk(file, GIB), "fail").message
     mounts = tmp_path / "mounts"
     for kind, cause in (("tmpfs", "it is memory"), ("nfs4", "it is remote")):
-        mounts.write_text(f"/dev/x / ext4 rw 0 0\nx {tmp_path} {kind} rw 0 0\n")
+        mounts.write_text(f"1 1 8:1 / / rw - ext4 /dev/x rw\n2 1 0:1 / {tmp_path} rw - {kind} x rw\n")
         assert cause in only(disk.disk(tmp_path, 1 << 20, mounts=mounts), "warn").message
-    mounts.write_text("/dev/x / odd rw 0 0\n")
+    mounts.write_text("1 1 8:1 / / rw - odd /dev/x rw\n")
     found = disk.disk(tmp_path, 1 << 20, BadDisk("direct", errno.EINVAL), mounts)
     assert "(odd) has no O_DIRECT" in only(found, "warn").message
-    assert "the tier will be smaller" in disk.disk(tmp_path, 1 << 60)[0].message
+    (small, *_) = disk.disk(tmp_path, 1 << 60)
+    assert small.state == "warn" and "TiB that are configured" in small.message
+    assert "stay free for others" in small.message and "a disk of its own" in small.fix
 
 
 # -- the node store ------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from vllm_kvtier.store.tiers.objects.object_names import FORMAT
 def mounts(tmp_path):
     """As if the directory were on NFS."""
     file = tmp_path / "mounts"
-    file.write_text(f"/dev/sda / ext4 rw 0 0\nserver:/x {tmp_path} nfs4 rw 0 0\n")
+    file.write_text(f"1 1 8:1 / / rw - ext4 /dev/sda rw\n2 1 0:1 / {tmp_path} rw - nfs4 server:/x rw\n")
     return file
 
 
@@ -31,7 +31,7 @@ def test_doctor_tries_a_shared_directory_and_leaves_nothing(tmp_path, mounts):
     (root / ".kvtier").write_bytes(FORMAT)
     assert "blocks of this version are there" in objects(url, "", "", 1, mounts)[0].message
     assert [check.state for check in objects(url, "", "", 1 << 60, mounts)] == ["ok", "warn"]
-    mounts.write_text("/dev/sda / ext4 rw 0 0\n")
+    mounts.write_text("1 1 8:1 / / rw - ext4 /dev/sda rw\n")
     assert "of this node only (ext4)" in objects(url, "", "", 1, mounts)[1].message
     root.chmod(0o755)
     assert "other users" in objects(url, "", "", 1, mounts)[-1].message

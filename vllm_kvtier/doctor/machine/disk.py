@@ -3,19 +3,19 @@
 import errno
 import mmap
 import os
-import stat
 from pathlib import Path
 
 from vllm_kvtier.doctor.report import Check, fail, ok, warn
 from vllm_kvtier.store import linux
 from vllm_kvtier.store.memory.memory_limits import format_bytes
 from vllm_kvtier.store.tiers.disk.file_ops import FULL, Files
+from vllm_kvtier.store.tiers.disk.mounts import TABLE, has_own, mount_of
 
 _TEST_BYTES = 64 << 10
 REMOTE = {"nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "9p"}
 
 
-def disk(folder: Path, size: int, files: Files | None = None, mounts: Path = Path("/proc/self/mounts")) -> list[Check]:
+def disk(folder: Path, size: int, files: Files | None = None, mounts: Path = TABLE) -> list[Check]:
     """``size``: maximum bytes of the tier. ``files``: tests pass a disk that fails."""
     files, name = files or Files(), f"disk {folder}"
     parent = folder
@@ -35,7 +35,7 @@ def disk(folder: Path, size: int, files: Files | None = None, mounts: Path = Pat
             files.sync(fd)
         except OSError as error:
             return [_unwritable(name, parent, error)]
-        space = _free_space(name, parent, folder, size)
+        space = _room(name, files, fd, parent, folder, size)
     finally:
         files.close(fd)
     return [space, *_kind(name, parent, files, mounts)]
@@ -56,33 +56,24 @@ def _unwritable(name: str, folder: Path, error: OSError) -> Check:
     return fail(name, f"{folder} cannot be written: {error.strerror or error}", "see dmesg; choose another disk")
 
 
-def _free_space(name: str, parent: Path, folder: Path, size: int) -> Check:
-    found = os.statvfs(parent)
-    free = found.f_bavail * found.f_frsize
+def _room(name: str, files: Files, fd: int, parent: Path, folder: Path, size: int) -> Check:
+    """``fd``: of a test file in ``parent``, which is ``folder`` if that exists."""
+    left = 0 if has_own(folder) else files.left_to_others(str(parent))
     try:
-        if folder.is_dir():  # files of an earlier store are reused
-            free += sum(_allocated(each) for each in folder.iterdir())
+        room = files.room(fd, str(parent), left)
     except OSError as error:
         fix = "give the directory to the user that runs the engines"
         return fail(name, f"{folder} cannot be listed: {error.strerror or error}", fix)
-    if free < size:
-        message = f"{format_bytes(free)} are free, {format_bytes(size)} are configured"
-        message += ": the tier will be smaller"
-        return warn(name, message, "a smaller store_disk_size, or more free space on that disk")
-    return ok(name, f"{format_bytes(free)} free for {format_bytes(size)}")
-
-
-def _allocated(file: Path) -> int:
-    """Bytes; 0 for what is no file, or was removed meanwhile."""
-    try:
-        found = file.lstat()
-    except FileNotFoundError:
-        return 0
-    return found.st_blocks * 512 if stat.S_ISREG(found.st_mode) else 0
+    message = f"room for {format_bytes(room)} of the {format_bytes(size)} that are configured"
+    message += f"; {format_bytes(left)} stay free for others" if left else ""
+    if room < size:
+        fix = "a smaller store_disk_size, more free space on that disk, or a disk of its own, mounted there"
+        return warn(name, message, fix)
+    return ok(name, message)
 
 
 def _kind(name: str, parent: Path, files: Files, mounts: Path) -> list[Check]:
-    kind = file_system(parent, mounts)
+    kind = mount_of(parent, mounts).kind
     if kind == "tmpfs":
         return [warn(name, "it is memory (tmpfs), not a disk: it counts against the container", "choose a disk")]
     if kind in REMOTE:
@@ -93,17 +84,3 @@ def _kind(name: str, parent: Path, files: Files, mounts: Path) -> list[Check]:
         message = f"its file system ({kind or 'unknown'}) has no O_DIRECT: reads and writes go through the page cache"
         return [warn(name, message, "a local disk with ext4 or xfs")]
     return []
-
-
-def file_system(path: Path, mounts: Path) -> str:
-    best, kind = -1, ""
-    try:
-        lines = mounts.read_text().splitlines()
-    except OSError:
-        return ""
-    path = path.resolve()
-    for columns in map(str.split, lines):
-        point = Path(columns[1].replace("\\040", " "))
-        if path.is_relative_to(point) and len(point.parts) >= best:
-            best, kind = len(point.parts), columns[2]
-    return kind

@@ -6,10 +6,11 @@ import stat
 import time
 from pathlib import Path
 
-from vllm_kvtier.doctor.machine.disk import REMOTE, file_system
+from vllm_kvtier.doctor.machine.disk import REMOTE
 from vllm_kvtier.doctor.report import Check, fail, ok, warn
 from vllm_kvtier.errors import ConfigError
 from vllm_kvtier.store.memory.memory_limits import format_bytes
+from vllm_kvtier.store.tiers.disk.mounts import TABLE, mount_of
 from vllm_kvtier.store.tiers.objects.object_names import CREDENTIALS, FORMAT, ObjectLocation, check_endpoint, parse_url
 
 _TEST_BYTES = 1 << 20
@@ -17,7 +18,7 @@ _TIMEOUT, _SECONDS = 5.0, 20.0  # as the tier's
 _SHARED = {*REMOTE, "lustre", "ceph", "gpfs", "beegfs", "wekafs", "fuse.ceph", "fuse.glusterfs", "fuse.juicefs"}
 
 
-def objects(url: str, endpoint: str, region: str, size: int, mounts: Path = Path("/proc/self/mounts")) -> list[Check]:
+def objects(url: str, endpoint: str, region: str, size: int, mounts: Path = TABLE) -> list[Check]:
     """``size``: maximum bytes of a directory."""
     try:
         location = parse_url(url)
@@ -72,7 +73,7 @@ def _round_trip(name: str, client) -> Check:
 
 def _directory(name: str, location: ObjectLocation, size: int, mounts: Path) -> list[Check]:
     root = Path(location.bucket)
-    kind, found = file_system(root, mounts), os.statvfs(root)
+    kind, found = mount_of(root, mounts).kind, os.statvfs(root)
     free, checks = found.f_bavail * found.f_frsize, []
     if kind not in _SHARED and not kind.startswith("fuse."):
         message = f"it is on a file system of this node only ({kind or 'unknown'}): other nodes do not see it"

@@ -10,6 +10,7 @@ import struct
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from vllm_kvtier.store.memory.memory_limits import format_bytes as size_text
 from vllm_kvtier.store.protocol import PAGE
 from vllm_kvtier.store.tiers.disk import journal as j
 from vllm_kvtier.store.tiers.disk.file_ops import FULL, Files, error_text, read_all, write_all
+from vllm_kvtier.store.tiers.disk.mounts import has_own
 from vllm_kvtier.store.tiers.disk.slot_table import SlotTable
 from vllm_kvtier.store.tiers.process.protocol import NamespaceShape
 
@@ -35,6 +37,7 @@ class Storage:
 
     folder: str
     capacity: int  # pages
+    left: int = 0  # bytes of its file system that stay free for others
     writable: bool = True
     sparse: bool = True
     direct: bool = False
@@ -122,15 +125,18 @@ def data_pages(nbytes: int) -> int:
 
 def room_pages(files: Files, storage: Storage) -> int:
     """Pages that the data file has or could get. Raises OSError."""
-    return data_pages(files.room(storage.file_fd, storage.folder))
+    return data_pages(files.room(storage.file_fd, storage.folder, storage.left))
 
 
 def _limit_to_room(files: Files, storage: Storage, nbytes: int) -> None:
-    """A tier larger than its file system's room could neither write nor evict once that is full."""
-    room = files.room(storage.file_fd, storage.folder)
+    """A tier larger than its file system's room could neither write nor evict once that is full, nor could others."""
+    storage.left = 0 if has_own(Path(storage.folder)) else files.left_to_others(storage.folder)
+    room = files.room(storage.file_fd, storage.folder, storage.left)
     if room < nbytes and storage.writable:
         storage.capacity = data_pages(room)
-        storage.notes.append(f"its file system has room for {size_text(room)} of its {size_text(nbytes)}")
+        reason = f" ({size_text(storage.left)} stay free for others)" if storage.left else ""
+        text = f"it may take {size_text(room)} of its {size_text(nbytes)}: its file system has no more room"
+        storage.notes.append(text + reason)
 
 
 def _recover(files: Files, storage: Storage, preallocate: bool) -> None:

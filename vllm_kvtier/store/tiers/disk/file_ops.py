@@ -15,6 +15,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 FULL = (errno.ENOSPC, errno.EDQUOT)
+LEFT_SHARE = 0.2  # of a shared file system: kubelet evicts pods below 10 % (nodefs) or 15 % (imagefs, often the same)
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
@@ -51,12 +52,20 @@ class Files:
     def size(self, fd: int) -> int:
         return os.fstat(fd).st_size
 
-    def room(self, fd: int, folder: str) -> int:
-        """Bytes of the file system that this file in ``folder`` has or could get. Of a directory's quota (ext4, XFS)
-        only the folder's numbers know."""
+    def left_to_others(self, folder: str) -> int:
+        """Bytes that a tier leaves free of a file system that it shares: a part of those that ``df`` adds up, used and
+        available."""
         found = os.statvfs(folder)
-        free = found.f_bavail * found.f_frsize if found.f_blocks else sys.maxsize
-        return os.fstat(fd).st_blocks * 512 + min(free, _quota_left(fd))
+        return int(LEFT_SHARE * (found.f_blocks - found.f_bfree + found.f_bavail)) * found.f_frsize
+
+    def room(self, fd: int, folder: str, left: int) -> int:
+        """Bytes of the file system that the tier in ``folder`` has or could get, if ``left`` stay free. ``fd``: of a
+        file in it. Of a directory's quota (ext4, XFS) only the folder's numbers know."""
+        found = os.statvfs(folder)
+        free = found.f_bavail * found.f_frsize - left if found.f_blocks else sys.maxsize
+        own = [name for name in self.names(folder) if name.startswith(("slots", "journal."))]
+        has = sum(os.lstat(os.path.join(folder, name)).st_blocks * 512 for name in own)
+        return max(0, has + min(free, _quota_left(fd)))
 
     def truncate(self, fd: int, nbytes: int) -> None:
         os.ftruncate(fd, nbytes)

@@ -1,0 +1,42 @@
+"""The file systems that are mounted, and what /etc/fstab says should be."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+TABLE, FSTAB = Path("/proc/self/mountinfo"), Path("/etc/fstab")
+
+
+class Mount(NamedTuple):
+    """``root``: the folder of the file system that is at ``point``; "/" unless that is a bind mount or a subvolume."""
+
+    point: Path
+    root: str
+    kind: str  # of file system
+
+
+def mount_of(path: Path, table: Path = TABLE) -> Mount:
+    """Where ``path``, which need not exist, is or would be; an unknown kind at "/" if the table cannot be read."""
+    found, path = Mount(Path("/"), "", ""), path.resolve()
+    for line in _lines(table):
+        columns, _, rest = (part.split() for part in line.partition(" - "))
+        point = Path(_plain(columns[4]))
+        if path.is_relative_to(point) and len(point.parts) >= len(found.point.parts):
+            found = Mount(point, columns[3], rest[0])
+    return found
+
+
+def has_own(path: Path, table: Path = TABLE) -> bool:
+    """Whether a whole file system is mounted at ``path`` itself."""
+    mount = mount_of(path, table)
+    return mount.root == "/" and mount.point == path.resolve()
+
+
+def _lines(table: Path) -> list[str]:
+    try:
+        return table.read_text().splitlines()
+    except OSError:
+        return []
+
+
+def _plain(text: str) -> str:
+    return text.replace("\\040", " ")
