@@ -100,7 +100,7 @@ class SimDisk(Files):
     # -- Files --------------------------------------------------------------------------------------------------
 
     def make_folder(self, path):
-        pass
+        return False
 
     def names(self, folder):
         return list(self.names_now)

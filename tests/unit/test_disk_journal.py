@@ -5,6 +5,7 @@ import os
 import random
 import shutil
 import socket
+import stat
 import subprocess
 import sys
 import threading
@@ -19,9 +20,10 @@ from disk_support import SHAPE, DiskTierProcess, content_of, fill, holds, make_p
 from tier_fixtures import small_disk
 
 from vllm_kvtier import __version__
+from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.store.index.types import ZERO
 from vllm_kvtier.store.protocol import PAGE
-from vllm_kvtier.store.tiers.disk import file_ops, mounts
+from vllm_kvtier.store.tiers.disk import directory, file_ops, mounts
 from vllm_kvtier.store.tiers.disk import journal as j
 from vllm_kvtier.store.tiers.disk.directory import open_storage
 from vllm_kvtier.store.tiers.disk.file_ops import Files
@@ -387,6 +389,29 @@ def test_mount_of_a_path_is_the_last_one_above_it(tmp_path):
     own = [mounts.has_own(Path(path), table) for path in ("/nvme", "/nvme/x", "/a disk")]
     assert own == [True, False, False], "a container's volume is a folder of the host's disk"
     assert mounts.mount_of(Path("/x"), tmp_path / "none").kind == ""
+
+
+def test_disk_whose_file_system_is_not_mounted_is_not_made_above(tmp_path, monkeypatch):
+    """After a reboot without its disk a tier filled the file system of the mount point."""
+    table, fstab = tmp_path / "mountinfo", tmp_path / "fstab"
+    root, nvme = "21 1 8:1 / / rw - ext4 /dev/root rw\n", "22 21 8:2 / /nvme rw - xfs /dev/nvme0n1 rw\n"
+    fstab.write_text("# a comment\nLABEL=a / ext4 defaults\n/dev/nvme0n1 /nvme xfs nofail 0 2\n/swap none swap sw 0 0\n")
+    for text, expected in ((root, Path("/nvme")), (root + nvme, None), ("", None)):
+        table.write_text(text)
+        assert mounts.unmounted(Path("/nvme/kvtier"), table, fstab) == expected
+    assert mounts.unmounted(Path("/nvmes"), table, fstab) is mounts.unmounted(Path("/nvme"), table, table) is None
+    for folder, text in (("x/kvtier", f"there is no {tmp_path}/x: mount"), ("kvtier", f"nothing is mounted at {tmp_path}")):
+        with pytest.raises(KVTierError, match=text):
+            open_storage(FILES, str(tmp_path / folder), 1 << 20, preallocate=False, direct=False)
+        monkeypatch.setattr(directory, "unmounted", lambda folder: tmp_path)
+    assert sorted(tmp_path.iterdir()) == [fstab, table]
+
+
+def test_disk_new_folder_is_named_with_its_file_system(tmp_path):
+    for expected in ([f"{tmp_path}/a is new, on the file system that is mounted at {mounts.mount_of(tmp_path).point}"], []):
+        storage = open_storage(FILES, str(tmp_path / "a"), 1 << 20, preallocate=False, direct=False)
+        assert storage.notes == expected and stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o700
+        storage.close(FILES)
 
 
 class ReadOnlyFiles(Files):

@@ -371,8 +371,16 @@ def test_doctor_disk_that_cannot_be_listed_fails(tmp_path, monkeypatch):
 def test_doctor_writable_disk_is_ok_and_left_clean(tmp_path):
     mounts = tmp_path / "mounts"
     mounts.write_text("1 1 8:1 / / rw - ext4 /dev/x rw\n")
-    assert [check.state for check in disk.disk(tmp_path / "not/yet/there", 1 << 20, mounts=mounts)] == ["ok"]
+    (check,) = disk.disk(tmp_path / "new", 1 << 20, mounts=mounts)
+    assert check.state == "ok" and "would be made on the file system that is mounted at /" in check.message
     assert list(tmp_path.iterdir()) == [mounts], "nothing is left there"
+
+
+def test_doctor_disk_that_is_not_mounted_fails(tmp_path, monkeypatch):
+    check = only(disk.disk(tmp_path / "nvme/kvtier", 1 << 20), "fail")
+    assert f"there is no {tmp_path}/nvme" in check.message and "mount" in check.fix
+    monkeypatch.setattr(disk, "unmounted", lambda folder, table: tmp_path)
+    assert f"nothing is mounted at {tmp_path}" in only(disk.disk(tmp_path / "kvtier", 1 << 20), "fail").message
 
 
 def test_doctor_path_that_is_no_local_disk_is_found(tmp_path):

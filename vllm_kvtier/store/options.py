@@ -64,8 +64,8 @@ class StoreOptions:
     reserve_seconds: float = _option(120.0, "Duration of a reservation, above 100: a longer write loses its slots.")
     disk_path: str = _option(
         "",
-        "Directory of the disk tier; empty: no disk tier. One store a directory. The blocks in it are found again "
-        "after a restart or a crash.",
+        "Directory of the disk tier, in one that exists; empty: no disk tier. One store a directory. The blocks in it "
+        "are found again after a restart or a crash.",
     )
     disk_size: str = _option("64GiB", "Maximum size of the disk tier: bytes, 500GiB, or the like.")
     disk_preallocate: bool = _option(False, "Allocate all of the disk tier at the start, instead of as it fills.")

@@ -9,7 +9,7 @@ from vllm_kvtier.doctor.report import Check, fail, ok, warn
 from vllm_kvtier.store import linux
 from vllm_kvtier.store.memory.memory_limits import format_bytes
 from vllm_kvtier.store.tiers.disk.file_ops import FULL, Files
-from vllm_kvtier.store.tiers.disk.mounts import TABLE, has_own, mount_of
+from vllm_kvtier.store.tiers.disk.mounts import TABLE, has_own, mount_of, unmounted
 
 _TEST_BYTES = 64 << 10
 REMOTE = {"nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "9p"}
@@ -18,10 +18,15 @@ REMOTE = {"nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "9p"}
 def disk(folder: Path, size: int, files: Files | None = None, mounts: Path = TABLE) -> list[Check]:
     """``size``: maximum bytes of the tier. ``files``: tests pass a disk that fails."""
     files, name = files or Files(), f"disk {folder}"
+    if (point := unmounted(folder, mounts)) is not None:
+        return [fail(name, f"nothing is mounted at {point}, which /etc/fstab names", f"mount {point}")]
     parent = folder
     try:
-        while not parent.exists() and parent != parent.parent:
-            parent = parent.parent
+        if not folder.exists():
+            parent = folder.parent
+        if not parent.exists():
+            message = f"there is no {parent}, and a store makes no more than one folder"
+            return [fail(name, message, "mount its disk, or make it")]
         if not parent.is_dir():
             return [fail(name, f"{parent} is not a directory", "choose a directory, on a local SSD")]
         fd = files.open(str(parent), linux.O_TMPFILE | os.O_RDWR)
@@ -66,6 +71,8 @@ def _room(name: str, files: Files, fd: int, parent: Path, folder: Path, size: in
         return fail(name, f"{folder} cannot be listed: {error.strerror or error}", fix)
     message = f"room for {format_bytes(room)} of the {format_bytes(size)} that are configured"
     message += f"; {format_bytes(left)} stay free for others" if left else ""
+    if parent != folder:
+        message += f"; it would be made on the file system that is mounted at {mount_of(parent).point}"
     if room < size:
         fix = "a smaller store_disk_size, more free space on that disk, or a disk of its own, mounted there"
         return warn(name, message, fix)

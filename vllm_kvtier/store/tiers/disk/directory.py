@@ -19,7 +19,7 @@ from vllm_kvtier.store.memory.memory_limits import format_bytes as size_text
 from vllm_kvtier.store.protocol import PAGE
 from vllm_kvtier.store.tiers.disk import journal as j
 from vllm_kvtier.store.tiers.disk.file_ops import FULL, Files, error_text, read_all, write_all
-from vllm_kvtier.store.tiers.disk.mounts import has_own
+from vllm_kvtier.store.tiers.disk.mounts import has_own, mount_of, unmounted
 from vllm_kvtier.store.tiers.disk.slot_table import SlotTable
 from vllm_kvtier.store.tiers.process.protocol import NamespaceShape
 
@@ -80,9 +80,12 @@ def open_storage(files: Files, folder: str, nbytes: int, *, preallocate: bool, d
 
 
 def _lock(files: Files, storage: Storage) -> None:
-    path = os.path.join(storage.folder, "lock")
+    path, folder = os.path.join(storage.folder, "lock"), Path(storage.folder)
+    if (point := unmounted(folder)) is not None:
+        raise KVTierError(f"the disk tier cannot use {folder}: nothing is mounted at {point}, which /etc/fstab names")
     try:
-        files.make_folder(storage.folder)
+        if files.make_folder(storage.folder):
+            storage.notes.append(f"{folder} is new, on the file system that is mounted at {mount_of(folder).point}")
         storage.lock_fd = files.open(path, os.O_RDWR | os.O_CREAT)
     except OSError as error:
         if error.errno not in READ_ONLY:

@@ -21,16 +21,18 @@ _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c
 
 
 class Files:
-    def make_folder(self, path: str) -> None:
-        """Make the folder and its parents durably, with mode 0700. An existing one is not changed."""
-        path = os.path.abspath(path)
-        if os.path.isdir(path):
-            return
-        self.make_folder(os.path.dirname(path))
-        if os.path.lexists(path):
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
-        os.mkdir(path, 0o700)
-        self.sync_folder(os.path.dirname(path))
+    def make_folder(self, path: str) -> bool:
+        """Make the folder durably, with mode 0700; False if it exists. Its parent must exist: if a disk is not mounted,
+        its blocks must not go to the file system above."""
+        parent = os.path.dirname(os.path.abspath(path))
+        try:
+            os.mkdir(path, 0o700)
+        except FileExistsError:
+            return False
+        except FileNotFoundError:
+            raise FileNotFoundError(errno.ENOENT, f"there is no {parent}: mount its disk, or make it") from None
+        self.sync_folder(parent)
+        return True
 
     def names(self, folder: str) -> list[str]:
         return os.listdir(folder)

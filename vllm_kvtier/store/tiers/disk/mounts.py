@@ -31,6 +31,13 @@ def has_own(path: Path, table: Path = TABLE) -> bool:
     return mount.root == "/" and mount.point == path.resolve()
 
 
+def unmounted(path: Path, table: Path = TABLE, fstab: Path = FSTAB) -> Path | None:
+    """A folder above ``path`` where a file system should be mounted, by ``fstab``, and none is."""
+    path, mount = path.resolve(), mount_of(path, table)
+    points = (Path(_plain(columns[1])) for columns in map(str.split, _lines(fstab)) if len(columns) > 1)
+    return next((p for p in points if path.is_relative_to(p) and not mount.point.is_relative_to(p) and mount.kind), None)
+
+
 def _lines(table: Path) -> list[str]:
     try:
         return table.read_text().splitlines()
