@@ -133,7 +133,7 @@ class SimDisk(Files):
         return 0
 
     def room(self, fd, folder, left):
-        return 1 << 40
+        return 0, 1 << 40
 
     def truncate(self, fd, nbytes):
         self._tick()

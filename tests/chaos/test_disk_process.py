@@ -20,6 +20,7 @@ from disk_support import (
     name_of,
     size_of,
 )
+from tier_fixtures import small_disk
 
 from vllm_kvtier import __version__
 from vllm_kvtier.store.index.types import ZERO
@@ -244,19 +245,44 @@ def test_disk_on_a_full_file_system_is_read_only_until_it_is_opened_again(slow):
     assert hear().good == [True]
 
 
-def test_disk_that_its_file_system_limits_is_opened_again_when_there_is_more_room(tmp_path, monkeypatch):
-    monkeypatch.setattr(disk_process, "ROOM_SECONDS", 0.02)
-    looks, pool = [2 << 20, 2 << 20, 3 << 20], make_pool(POOL)
-    files = Files()
-    files.room = lambda fd, folder, left: looks.pop(0)
+@pytest.mark.parametrize(
+    ("first", "looks", "reason"),
+    [
+        (2, [(1, 2), (1, 2), (1, 3)], "more room"),
+        (8, [(3, 4), (3, 3.5), (3, 2.9)], "others fill"),  # not before the tier would have to give back what it has
+    ],
+)
+def test_disk_follows_the_room_of_its_file_system(tmp_path, monkeypatch, first, looks, reason):
+    """It looked each hour, and for more only: others that filled the disk had to fill it to the end."""
+    for name, value in (("LOOK_SECONDS", 0.01), ("GROWTH_SECONDS", 0.0)):
+        monkeypatch.setattr(disk_process, name, value)
+    pool, files = make_pool(POOL), Files()
+    looks = [(0, first), *looks]
+    files.room = lambda fd, folder, left: tuple(int(mib * (1 << 20)) for mib in looks.pop(0))
     ours, theirs = socket.socketpair()
     host = TierProcessMain(pool, theirs, lambda host, options: DiskProcess(host, options, files=files))
     options = {"path": str(tmp_path), "size": 4 << 20, "backend": "threads"}
     write_frame(ours, m.encode(m.Open(options, pool.nbytes, __version__)))
-    assert "more room" in host.serve() and not looks
+    assert reason in host.serve() and not looks
     opened = m.decode_to_server(read_frame(ours, time.monotonic() + 20, []))
-    assert opened.capacity_pages == int((2 << 20) * 0.98) // PAGE
+    assert opened.capacity_pages == int((min(4, first) << 20) * 0.98) // PAGE
     ours.close()
+
+
+def test_disk_that_others_fill_gives_them_room_of_its_own(tmp_path):
+    with small_disk(tmp_path / "mounted", total := 64 << 20) as mounted:
+        options = {"path": str(mounted / "kvtier"), "size": 1 << 40, "preallocate": True, "backend": "threads"}
+        pool = make_pool(POOL)
+        with DiskTierProcess(pool, options) as tier_process:
+            last = tier_process.opened.capacity_pages - PAGES
+            tier_process.write([move_of(n, 1 + n * PAGES, PAGES, position) for n, position in enumerate((1, last))])
+            assert tier_process.hear().good == [True, True] and not tier_process.stop()
+        with (mounted / "others").open("wb") as others:
+            os.posix_fallocate(others.fileno(), 0, 10 << 20)
+        with DiskTierProcess(pool, options) as tier_process:
+            assert [move.position for move in tier_process.kept] == [1] and tier_process.opened.writable
+            found = os.statvfs(mounted)
+            assert 0.195 < found.f_bavail * found.f_frsize / total < 0.23
 
 
 def test_disk_writes_share_fsync_and_dropped_position_is_not_kept(slow):

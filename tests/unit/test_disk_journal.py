@@ -309,7 +309,7 @@ def test_disk_preallocation_allocates_whole_file(tmp_path, pool):
 
 
 def test_disk_full_tier_takes_no_more_than_its_size_with_its_journal(tmp_path):
-    """The data file alone had the size: in a volume with that limit, kubelet ended the pod whenever the tier was full."""
+    """The data file alone had the size: in a volume with that limit, kubelet ended the pod once the tier was full."""
     size, pages, rows = 256 << 20, 16, []
     storage = open_storage(FILES, str(tmp_path), size, preallocate=True, direct=False)
     for position in range(1, storage.capacity - pages, pages):
@@ -326,7 +326,7 @@ class SmallFiles(Files):
         return 20 * PAGE
 
     def room(self, fd, folder, left):
-        return 82 * PAGE - left
+        return 0, 82 * PAGE - left
 
 
 def test_disk_larger_than_its_file_system_fits_there(tmp_path, pool):
@@ -348,12 +348,13 @@ def test_disk_knows_the_room_of_its_file_system(tmp_path, monkeypatch):
     folder = str(tmp_path)  # of files in it ext4 and XFS say what their file system has, also if a quota leaves less
     numbers = {folder: SimpleNamespace(f_blocks=11, f_bfree=7, f_bavail=5, f_frsize=4096)}
     monkeypatch.setattr(os, "statvfs", numbers.get)
-    assert 0 <= FILES.room(fd, folder, 0) - (8 << 20) - 5 * 4096 < 1 << 16  # of what describes it
+    has, room = FILES.room(fd, folder, 0)
+    assert 0 <= has - (8 << 20) < 1 << 16 and room == has + 5 * 4096  # and of what describes it
     assert FILES.left_to_others(folder) == 4096, "a fifth of the nine that df adds up: two are root's"
-    assert FILES.room(fd, folder, 7 * 4096) == FILES.room(fd, folder, 0) - 7 * 4096, "it gives back what it has"
-    assert FILES.room(fd, folder, 1 << 30) == 0
+    assert FILES.room(fd, folder, 7 * 4096) == (has, has - 2 * 4096), "it gives back of what it has"
+    assert FILES.room(fd, folder, 1 << 30) == (has, 0)
     numbers[folder] = SimpleNamespace(f_blocks=0, f_bfree=0, f_bavail=0, f_frsize=0)
-    assert FILES.room(fd, folder, FILES.left_to_others(folder)) > 1 << 60  # some file systems do not say
+    assert FILES.room(fd, folder, FILES.left_to_others(folder))[1] > 1 << 60  # some file systems do not say
 
     def quotactl_fd(number, of, command, who, quota):
         if command.value != 0x80000701:
@@ -362,7 +363,7 @@ def test_disk_knows_the_room_of_its_file_system(tmp_path, monkeypatch):
         return 0
 
     monkeypatch.setattr(file_ops._libc, "syscall", quotactl_fd)
-    assert 0 <= FILES.room(fd, folder, 0) - (8 << 20) - (1 << 20) + 4096 < 1 << 16
+    assert FILES.room(fd, folder, 0) == (has, has + (1 << 20) - 4096)
     os.close(fd)
 
 
@@ -395,12 +396,14 @@ def test_disk_whose_file_system_is_not_mounted_is_not_made_above(tmp_path, monke
     """After a reboot without its disk a tier filled the file system of the mount point."""
     table, fstab = tmp_path / "mountinfo", tmp_path / "fstab"
     root, nvme = "21 1 8:1 / / rw - ext4 /dev/root rw\n", "22 21 8:2 / /nvme rw - xfs /dev/nvme0n1 rw\n"
-    fstab.write_text("# a comment\nLABEL=a / ext4 defaults\n/dev/nvme0n1 /nvme xfs nofail 0 2\n/swap none swap sw 0 0\n")
+    fstab.write_text("#/dev/x /old ext4\nLABEL=a / ext4 defaults\n/dev/nvme0n1 /nvme xfs nofail\n/swap none swap\n")
     for text, expected in ((root, Path("/nvme")), (root + nvme, None), ("", None)):
         table.write_text(text)
         assert mounts.unmounted(Path("/nvme/kvtier"), table, fstab) == expected
-    assert mounts.unmounted(Path("/nvmes"), table, fstab) is mounts.unmounted(Path("/nvme"), table, table) is None
-    for folder, text in (("x/kvtier", f"there is no {tmp_path}/x: mount"), ("kvtier", f"nothing is mounted at {tmp_path}")):
+    table.write_text(root)
+    assert [mounts.unmounted(Path(path), table, fstab) for path in ("/nvmes", "/old/kvtier")] == [None, None]
+    assert mounts.unmounted(Path("/nvme"), table, tmp_path / "none") is None
+    for folder, text in (("x/kvtier", f"there is no {tmp_path}/x: mount"), ("kvtier", "nothing is mounted at")):
         with pytest.raises(KVTierError, match=text):
             open_storage(FILES, str(tmp_path / folder), 1 << 20, preallocate=False, direct=False)
         monkeypatch.setattr(directory, "unmounted", lambda folder: tmp_path)
@@ -408,7 +411,8 @@ def test_disk_whose_file_system_is_not_mounted_is_not_made_above(tmp_path, monke
 
 
 def test_disk_new_folder_is_named_with_its_file_system(tmp_path):
-    for expected in ([f"{tmp_path}/a is new, on the file system that is mounted at {mounts.mount_of(tmp_path).point}"], []):
+    point = mounts.mount_of(tmp_path).point
+    for expected in ([f"{tmp_path}/a is new, on the file system that is mounted at {point}"], []):
         storage = open_storage(FILES, str(tmp_path / "a"), 1 << 20, preallocate=False, direct=False)
         assert storage.notes == expected and stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o700
         storage.close(FILES)

@@ -65,7 +65,7 @@ def _room(name: str, files: Files, fd: int, parent: Path, folder: Path, size: in
     """``fd``: of a test file in ``parent``, which is ``folder`` if that exists."""
     left = 0 if has_own(folder) else files.left_to_others(str(parent))
     try:
-        room = files.room(fd, str(parent), left)
+        _, room = files.room(fd, str(parent), left)
     except OSError as error:
         fix = "give the directory to the user that runs the engines"
         return fail(name, f"{folder} cannot be listed: {error.strerror or error}", fix)

@@ -126,15 +126,10 @@ def data_pages(nbytes: int) -> int:
     return max(MIN_PAGES, int(nbytes * (1 - JOURNAL_SHARE)) // PAGE)
 
 
-def room_pages(files: Files, storage: Storage) -> int:
-    """Pages that the data file has or could get. Raises OSError."""
-    return data_pages(files.room(storage.file_fd, storage.folder, storage.left))
-
-
 def _limit_to_room(files: Files, storage: Storage, nbytes: int) -> None:
     """A tier larger than its file system's room could neither write nor evict once that is full, nor could others."""
     storage.left = 0 if has_own(Path(storage.folder)) else files.left_to_others(storage.folder)
-    room = files.room(storage.file_fd, storage.folder, storage.left)
+    _, room = files.room(storage.file_fd, storage.folder, storage.left)
     if room < nbytes and storage.writable:
         storage.capacity = data_pages(room)
         reason = f" ({size_text(storage.left)} stay free for others)" if storage.left else ""

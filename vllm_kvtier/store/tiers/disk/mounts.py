@@ -34,8 +34,10 @@ def has_own(path: Path, table: Path = TABLE) -> bool:
 def unmounted(path: Path, table: Path = TABLE, fstab: Path = FSTAB) -> Path | None:
     """A folder above ``path`` where a file system should be mounted, by ``fstab``, and none is."""
     path, mount = path.resolve(), mount_of(path, table)
-    points = (Path(_plain(columns[1])) for columns in map(str.split, _lines(fstab)) if len(columns) > 1)
-    return next((p for p in points if path.is_relative_to(p) and not mount.point.is_relative_to(p) and mount.kind), None)
+    entries = (line.split() for line in _lines(fstab) if not line.startswith("#"))
+    points = (Path(_plain(columns[1])) for columns in entries if len(columns) > 1)
+    above = (point for point in points if path.is_relative_to(point) and not mount.point.is_relative_to(point))
+    return next(above, None) if mount.kind else None
 
 
 def _lines(table: Path) -> list[str]:

@@ -1,7 +1,8 @@
 """The tier process of the disk tier: moves blocks between the pool and one data file, with a journal of positions.
 
 Options of Open: ``path`` (directory), ``size`` (bytes, of the data file and the journal), ``preallocate`` (bool),
-``backend`` ("auto", "POSIX", "GDS", "GDS_MT": of NIXL; "threads": system calls), ``direct`` ("auto", "never": O_DIRECT).
+``backend`` ("auto", "POSIX", "GDS", "GDS_MT": of NIXL; "threads": system calls), ``direct`` ("auto", "never":
+O_DIRECT).
 
 A Write has three steps; each begins when the one before it is durable:
 
@@ -24,7 +25,7 @@ from vllm_kvtier.logs import get_logger
 from vllm_kvtier.store.protocol import PAGE
 from vllm_kvtier.store.tiers.disk import journal as j
 from vllm_kvtier.store.tiers.disk.data_file import READ, WRITE, Data, NixlData, PlainData, marks
-from vllm_kvtier.store.tiers.disk.directory import Room, Storage, data_pages, open_storage, room_pages
+from vllm_kvtier.store.tiers.disk.directory import Room, Storage, data_pages, open_storage
 from vllm_kvtier.store.tiers.disk.file_ops import Files, Workers, error_text
 from vllm_kvtier.store.tiers.disk.group_commit import MIN_LOG, Log, Syncs
 from vllm_kvtier.store.tiers.disk.slot_table import pack, parents_first, unpack
@@ -34,8 +35,9 @@ from vllm_kvtier.store.tiers.process.nixl_agent import StorageAgent
 
 logger = get_logger(__name__)
 
-# A tier that its file system limits: seconds between two looks for room, and the growth for which it is opened again.
-ROOM_SECONDS, ROOM_GROWTH = 3600.0, 1.1
+LOOK_SECONDS = 10.0  # between two looks at the file system's room
+# It is opened again if it may have less than this share of what it has, or, after some time, so much more than it may.
+ROOM_LOSS, ROOM_GROWTH, GROWTH_SECONDS = 0.97, 1.1, 3600.0
 MAX_KEPT = 8192  # moves per Kept
 KERNEL_QUEUE_SIZE = "1024"  # blocks in flight in the kernel; NIXL submits 64 per poll
 MAX_THREADS = 16  # of PlainData; keeps a device busy with blocks of a few 100 KiB
@@ -130,20 +132,27 @@ class DiskProcess:
         return m.Opened(not self._read_only, note[:MAX_SENTENCE], storage.capacity)
 
     def _look_for_room_later(self) -> None:
-        """If the file system had less than the tier's size, see whether it has more now."""
-        storage = self._storage
-        if storage.capacity == data_pages(int(self._options["size"])):
-            return
+        """Give way if others fill the file system; use more if the tier was limited and others have left."""
+        storage, size, opened = self._storage, int(self._options["size"]), time.monotonic()
 
-        def looked(room: int | None, error: OSError | None) -> None:
-            if room is not None and room > ROOM_GROWTH * storage.capacity:
-                self._host.fail("its file system has more room than when it was opened")
-            self._look_for_room_later()
+        def looked(found: tuple[int, int] | None, error: OSError | None) -> None:
+            if found is not None:
+                has, room = found
+                pages = data_pages(min(room, size))
+                if room < ROOM_LOSS * has and pages < storage.capacity:
+                    self._host.fail("others fill its file system: it is opened again, smaller")
+                elif pages > ROOM_GROWTH * storage.capacity and time.monotonic() > opened + GROWTH_SECONDS:
+                    self._host.fail("its file system has more room than when it was opened")
+            later()
 
         def look() -> None:
-            self._file_worker.submit(lambda: room_pages(self._files, storage), looked)
+            self._file_worker.submit(lambda: self._files.room(storage.file_fd, storage.folder, storage.left), looked)
 
-        self._host.reactor.call_later(ROOM_SECONDS, self._host.guard(look))
+        def later() -> None:
+            self._host.reactor.call_later(LOOK_SECONDS, self._host.guard(look))
+
+        if storage.writable:
+            later()
 
     def _open_data(self, backend: str) -> Data:
         storage, pool, note = self._storage, self._host.pool, ""
