@@ -88,11 +88,11 @@ def no_such_variable(f):
 
 
 def store_option(f):
-    replace_argument(f, "store.yaml", "--disk-size", "--disk-sise")
+    replace_argument(f, "store.yaml", "--idle-seconds", "--idle-secunds")
 
 
 def store_value(f):
-    replace_argument(f, "store.yaml", "1TiB", "1 big one")
+    replace_argument(f, "store.yaml", "9400", "94000")
 
 
 def another_socket(f):
@@ -205,8 +205,8 @@ MUTATIONS = {
     no_engine_argument: "--prt",
     json_broken: "vllm serve does not take this",
     no_such_variable: "no such variable",
-    store_option: "--disk-sise",
-    store_value: "disk_size",
+    store_option: "--idle-secunds",
+    store_value: "metrics_port=94000",
     another_socket: "does not use the store|asks at",
     another_host_directory: "does not have the store's directory",
     another_user: "another user than the store",

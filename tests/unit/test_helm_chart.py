@@ -82,7 +82,7 @@ SETS = {
     "options": [
         "--set-json", 'engine.connector={"codec":"fp8","bidirectional":false}',
         "--set-json", 'engine.args=["--max-model-len=32768"]',
-        "--set-json", 'store.args=["--policy=lru"]', "--set", "store.disk.size=",
+        "--set-json", 'store.args=["--policy=lru"]', "--set", "store.disk.size=1TiB",
         "--set", "decode.replicas=5", "--set-json", 'proxy.config={"queue_limit":500,"drain_delay":0}',
         "--set", "engine.modelsClaim=models", "--set", "images.pullPolicy=Always",
         "--set", "runAsUser=1000", "--set", "engine.endpointPort=7200",
@@ -133,7 +133,7 @@ def test_chart_options_reach_their_programs():
     volumes = found["StatefulSet", "decode"]["spec"]["template"]["spec"]["volumes"]
     assert {"name": "models", "persistentVolumeClaim": {"claimName": "models"}} in volumes
     (store,) = found["DaemonSet", "store"]["spec"]["template"]["spec"]["containers"]
-    assert "--policy=lru" in store["args"] and not any("--disk" in word for word in store["args"])
+    assert {"--policy=lru", "--disk-size=1TiB"} <= set(store["args"])
     proxy = yaml.safe_load(found["ConfigMap", "proxy"]["data"]["proxy.yaml"])
     assert (proxy["queue_limit"], proxy["drain_delay"], proxy["drain_timeout"]) == (500, 0, 60)
     assert found["Deployment", "proxy"]["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] == 80
@@ -143,6 +143,16 @@ def test_chart_proxy_listens_where_the_values_say():
     found = render("--set-json", 'proxy.config={"host":"::","port":1,"cluster_key_file":"/x"}')
     proxy = yaml.safe_load(found["ConfigMap", "proxy"]["data"]["proxy.yaml"])
     assert (proxy["host"], proxy["port"], proxy["cluster_key_file"]) == ("::", 8000, "/etc/kvtier/key/cluster.key")
+
+
+def test_chart_puts_no_blocks_on_the_disk_of_the_nodes_unless_it_is_named():
+    """With 1 TiB on the file system of images and logs, kubelet evicted the engines once that was full."""
+    pod = render()["DaemonSet", "store"]["spec"]["template"]["spec"]
+    assert not [word for word in pod["containers"][0]["args"] if "disk" in word]
+    assert [volume["name"] for volume in pod["volumes"]] == ["run", "tmp"]
+    found = render("--set", "store.disk.size=1TiB,store.disk.hostPath=/ssd/kv")
+    pod = found["DaemonSet", "store"]["spec"]["template"]["spec"]
+    assert {"name": "disk", "hostPath": {"path": "/ssd/kv", "type": "Directory"}} in pod["volumes"], "not made: mounted"
 
 
 @pytest.mark.parametrize(("port", "last"), [(7200, 7215), (65530, 65535)])
