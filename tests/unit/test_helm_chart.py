@@ -167,7 +167,31 @@ def test_chart_large_user_id_is_a_whole_number(tmp_path):
     (values := tmp_path / "values.yaml").write_text("runAsUser: 1000680000", "utf-8")
     words = ["template", "release", str(CHART), "-f", str(values), "--set", "mooncake.enabled=true"]
     lines = [line.strip() for line in run_helm(*words).stdout.splitlines() if "runAsUser" in line]
-    assert lines == 5 * ["runAsUser: 1000680000"]
+    assert sorted(lines) == ["runAsUser: 0", *5 * ["runAsUser: 1000680000"]]
+
+
+@pytest.mark.parametrize(("disk", "folders"), [("", []), ("1TiB", ["/var/lib/kvtier"])])
+def test_chart_user_owns_the_directories_of_the_host(disk, folders):
+    """kubelet makes them as root's, after each reboot anew: the store could not make its socket there."""
+    assert "initContainers" not in render()["DaemonSet", "store"]["spec"]["template"]["spec"]
+    document = render("--set", f"runAsUser=1000,store.disk.size={disk}")["DaemonSet", "store"]
+    (first,) = document["spec"]["template"]["spec"]["initContainers"]
+    assert first["command"] == ["chown", "1000", "/run/kvtier", *folders] and first["securityContext"]["runAsUser"] == 0
+    assert [mount["mountPath"] for mount in first["volumeMounts"]] == ["/run/kvtier", *folders]
+    assert schema_problems(document) == []
+
+
+def test_chart_releases_of_two_namespaces_share_nothing_on_a_node():
+    """Both had /run/kvtier/store.sock: one store did not start, and its engines used that of the other."""
+
+    def paths(namespace: str) -> list[str]:
+        found = render("--set", "store.disk.size=1TiB", "--namespace", namespace)
+        pods = [found[name]["spec"]["template"]["spec"] for name in (("DaemonSet", "store"), ("StatefulSet", "decode"))]
+        run, other = ([v["hostPath"]["path"] for v in pod["volumes"] if v["name"] == "run"] for pod in pods)
+        assert run == other
+        return [*run, *(word for word in pods[0]["containers"][0]["args"] if word.startswith("--disk-path"))]
+
+    assert paths("a") == ["/run/kvtier/a", "--disk-path=/var/lib/kvtier/a"] and not set(paths("a")) & set(paths("b"))
 
 
 @pytest.mark.parametrize(("user", "mode", "group"), [(0, 0o400, None), (1000, 0o440, 1000)])
