@@ -9,9 +9,9 @@ class FakeCluster:
     """``memory``: the pool. ``objects``: by key its bytes, ``copies``: the places of its copies.
 
     Faults: ``gone`` (places whose reads fail at once; the master still lists them), ``hung`` (places whose reads block
-    until ``resume``, and then write into the slots after all), ``full``, ``half_made`` (keys: their put returns 0
-    and stores nothing), ``stays`` (keys that cannot be removed), ``master`` (a code that every call returns),
-    ``short`` (bytes that objects lack).
+    until ``resume``, and then write into the slots after all), ``refuses`` (a code that every put returns),
+    ``half_made`` (keys: their put returns 0 and stores nothing), ``stays`` (keys that cannot be removed), ``master`` (a
+    code that every call returns), ``short`` (bytes that objects lack).
     """
 
     def __init__(self, memory: memoryview):
@@ -22,7 +22,7 @@ class FakeCluster:
         self.hung: set[str] = set()
         self.half_made: set[str] = set()
         self.stays: set[str] = set()
-        self.full = False
+        self.refuses = 0
         self.master = 0
         self.short = 0
         self.fails = int(Code.TRANSFER)  # of reads from places that are gone
@@ -73,8 +73,8 @@ class FakeClient:
         failed = self._begin("put", keys)
         if failed:
             return failed
-        if self.cluster.full:
-            return [int(Code.NO_SPACE)] * len(keys)
+        if self.cluster.refuses:
+            return [self.cluster.refuses] * len(keys)
         for key, address, size in zip(keys, addresses, sizes, strict=True):
             if key not in self.cluster.half_made and key not in self.cluster.objects:
                 self.cluster.objects[key] = bytes(self.cluster.memory[address : address + size])

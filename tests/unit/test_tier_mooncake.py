@@ -136,6 +136,19 @@ def test_mooncake_tier_pauses_writes_to_a_full_cluster(up):
     assert up.loop.timers[-1].delay == 1.0
 
 
+def test_mooncake_tier_pause_is_not_ended_by_a_master_that_answers(up):
+    """A ping may be answered while each write fails."""
+    for pause in (1.0, 2.0):
+        told = begin(up, "write", 1)
+        up.segment.on_message(DOWN)
+        up.segment.answer(m.Moved, [False], "a write failed (code -901)", writable=False)
+        up.segment.on_message(UP)
+        assert told == [[False]] and not up.writable
+        assert [timer.delay for timer in up.loop.timers if not timer.cancelled] == [pause]
+        up.loop.fire()
+        assert up.writable
+
+
 def test_mooncake_tier_replicates_what_it_reads_twice(up):
     read(up, 1, 2)
     assert not up.segment.sent

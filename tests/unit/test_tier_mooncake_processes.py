@@ -335,15 +335,19 @@ def test_mooncake_writes_corrupt_blocks_anew(writing):
     assert [writing.cluster.objects[key][:4] for key in keys] == [bytes(4), b"good", bytes([2] * 4)]
 
 
-def test_mooncake_full_cluster_refuses_writes(writing):
-    writing.cluster.full = True
+@pytest.mark.parametrize("code", [Code.NO_SPACE, Code.TRANSFER, Code.MASTER_SILENT, -1234])
+def test_mooncake_put_that_fails_with_any_code_pauses_writes(writing, code):
+    writing.cluster.refuses = int(code)
     moved = writing.ask(m.Write, writing.moves([0]))
-    assert moved.good == [False] and not moved.writable and "-200" in moved.error
-    writing.cluster.full = False
-    writing.cluster.master = int(Code.MASTER_SILENT)
+    assert moved.good == [False] and f"(code {int(code)})" in moved.error
+    assert not moved.writable and not writing.failed, "a pause, and the tier process is not replaced"
+
+
+def test_mooncake_lookup_before_a_write_that_fails_pauses_writes(writing):
+    writing.cluster.master = -1234
     moved = writing.ask(m.Write, writing.moves([0]))
-    assert moved.good == [False] and moved.writable and not moved.error, "the tier process is not replaced for that"
-    assert not writing.failed
+    assert moved.good == [False] and "-1234" in moved.error and not moved.writable
+    assert not writing.cluster.asked("put")
 
 
 def test_mooncake_drops_and_replicates(writing):

@@ -15,7 +15,7 @@ from vllm_kvtier.store.tiers.process import protocol as m
 from vllm_kvtier.store.tiers.process.main import TierProcessMain
 from vllm_kvtier.store.tiers.request_pool import RequestPool
 
-WriteResult = tuple[list[bool], str]  # by block whether it is stored; why the cluster accepts no more, or ""
+WriteResult = tuple[list[bool], str]  # by block whether it is stored; why writes are to pause, or ""
 
 
 class MooncakeSegment:
@@ -51,8 +51,8 @@ class MooncakeSegment:
 
     def _write(self, client: Client | None, message: m.Write) -> None:
         def answer(result: object) -> None:
-            good, full = result if isinstance(result, tuple) else ([False] * len(message.moves), "")
-            self._host.send(m.Moved(message.id, good, full, writable=not full))
+            good, refused = result if isinstance(result, tuple) else ([False] * len(message.moves), "")
+            self._host.send(m.Moved(message.id, good, refused, writable=not refused))
 
         if client is None:
             answer(None)
@@ -70,19 +70,27 @@ class MooncakeSegment:
         stored = self._master.check(client.exist(keys))
         kept = {i for i in replaced if stored[i] != 0}  # could not be removed
         missing = [i for i, code in enumerate(stored) if code == 0]
-        codes: Sequence[int] = ()
+        codes = [code for code in stored if code < 0]
         if missing:
             of = [[each[i] for i in missing] for each in (addresses, sizes)]
-            codes = self._master.check(client.put([keys[i] for i in missing], *of))
+            codes += self._master.check(client.put([keys[i] for i in missing], *of))
             stored = self._master.check(client.exist(keys))  # 0 of a put is no proof
-        full = f"the cluster's memory is full (code {int(Code.NO_SPACE)})" if Code.NO_SPACE in codes else ""
-        return [code == 1 and i not in kept for i, code in enumerate(stored)], full
+            codes += stored
+        return [code == 1 and i not in kept for i, code in enumerate(stored)], _refused(codes)
 
     def _replicate(self, client: Client, keys: list[str]) -> None:
         """Ask for a copy in this node's segment of what has fewer copies than wanted."""
         for key, places in client.places(keys).items():
             if places and len(places) < self._replicas:
                 self._master.check([client.copy(key)])
+
+
+def _refused(codes: Sequence[int]) -> str:
+    """Why the cluster refuses writes, by the errors among ``codes``; "": there is none."""
+    if Code.NO_SPACE in codes:
+        return f"the cluster's memory is full (code {int(Code.NO_SPACE)})"
+    code = min(codes, default=0)
+    return f"a write to the cluster failed (code {code})" if code < 0 else ""
 
 
 def _keys(moves: Sequence[m.Move]) -> list[str]:

@@ -172,7 +172,6 @@ class MooncakeTier(ContentTier):
         if isinstance(message, m.Availability):
             self._segment_state = message
             if message.usable:
-                self._allow_writes()
                 self._drop_again()
             self.on_change()
         else:
