@@ -6,10 +6,7 @@ and loading cost was measured on an H200 (Qwen3-8B shapes, ``results/side_by_sid
 computed in 55, 224 and 1,285 ms, loaded from host memory in 21, 43 and 127 ms). Engines compute the oldest prompt
 first, in chunks of 8,192 tokens between decode steps, and load what is faster loaded than computed.
 
-``engines`` sends a part of the trace, a sixteenth as long, through a real proxy to real CPU engines.
-
-    python benchmarks/routing.py simulate --trace mooncake_conversation_trace.jsonl.xz --speed 1 2 3
-    python benchmarks/routing.py engines --trace mooncake_conversation_trace.jsonl.xz
+    python benchmarks/routing.py simulate --trace mooncake_conversation_trace.jsonl.xz --speed 1 2
 """
 
 import argparse
@@ -276,11 +273,10 @@ def main() -> int:
     simulated.add_argument("--speed", type=float, nargs="+", default=[1.0, 2.0, 3.0], help="of the trace's clock")
     simulated.add_argument("--gpu-tokens", type=int, default=650_000, help="of each engine's cache")
     simulated.add_argument("--host-tokens", type=int, default=3_400_000, help="of each node's store: 500 GB")
-    for command in (simulated,):
-        command.add_argument("--trace", type=Path, required=True)
-        command.add_argument("--requests", type=int, help="only the first ones")
-        command.add_argument("--policies", nargs="+", default=list(ROUTING_POLICIES), choices=ROUTING_POLICIES)
-        command.add_argument("--json", type=Path)
+    simulated.add_argument("--trace", type=Path, required=True)
+    simulated.add_argument("--requests", type=int, help="only the first ones")
+    simulated.add_argument("--policies", nargs="+", default=list(ROUTING_POLICIES), choices=ROUTING_POLICIES)
+    simulated.add_argument("--json", type=Path)
     options = parser.parse_args()
     rows = simulate(options)
     if options.json is not None:
