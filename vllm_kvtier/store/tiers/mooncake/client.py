@@ -74,8 +74,8 @@ class Client(Protocol):
 
 
 class MooncakeClient:
-    """Raises KVTierError if the library is missing or of another version than the master, and OSError without a route
-    to the master. ``segment_bytes``: memory of this process that the cluster may use."""
+    """Raises KVTierError if the library is missing or has another version of the protocol than the master, and OSError
+    without a route to the master. ``segment_bytes``: memory of this process that the cluster may use."""
 
     def __init__(self, options: MooncakeOptions, pool_address: int, pool_bytes: int, segment_bytes: int):
         library = load_library()
