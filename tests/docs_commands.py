@@ -36,9 +36,8 @@ from vllm_kvtier.wire.auth import ClusterKey
 
 # Commands of the system; only their redirections are checked.
 PLAIN = {
-    "apt-get", "awk", "cat", "cd", "chmod", "cp", "df", "echo", "export", "grep", "head", "ip", "jq", "kill", "ls",
-    "mkdir",
-    "nvidia-smi", "rm", "sed", "sleep", "sort", "sysctl", "tail", "time", "timeout", "true", "ulimit",
+    "apt-get", "awk", "cat", "cd", "chmod", "cp", "df", "echo", "export", "git", "grep", "head", "ip", "jq", "kill",
+    "ls", "mkdir", "nvidia-smi", "rm", "sed", "sleep", "sort", "sysctl", "tail", "time", "timeout", "true", "ulimit",
     "wait", "watch",
 }  # fmt: skip
 PREFIXES = {"sudo", "exec", "nohup"}
