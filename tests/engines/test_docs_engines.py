@@ -1,8 +1,8 @@
 """The guides' commands, run on real engines: what can be copied from a page does what the page says.
 
-Five engine starts: one for host memory, disk and S3 together (each with a store of its own), prefill and decode engines
-on one node, a prefill and a decode engine in two network namespaces. Slow, one more: two data-parallel ranks behind one
-server. docs_running says what is changed in a command before it is run.
+Seven engine starts: one for host memory, disk and S3 together (each with a store of its own), prefill and decode
+engines on one node, and in two network namespaces a prefill and a decode engine, and two engines with stores. Slow, one
+more: two data-parallel ranks behind one server. docs_running says what is changed in a command before it is run.
 """
 
 import json
@@ -107,7 +107,8 @@ def test_docs_pd_one_node_commands_run(demo_model, log_dir, tmp_path):
         assert all(engine["gpu_cache_tokens"] >= 1000 for engine in held["engines"]), held
 
 
-def test_docs_pd_two_nodes_commands_run(demo_model, log_dir, tmp_path):
+@pytest.mark.parametrize(("page", "forget"), [("pd-two-nodes", "true"), ("several-nodes", "false")])
+def test_docs_two_nodes_commands_run(demo_model, log_dir, tmp_path, page, forget):
     if netns.why_not():
         pytest.skip(netns.why_not())
     # UCX sees that both nodes are one machine, and would copy without the network. The machine's name has no address in
@@ -115,7 +116,7 @@ def test_docs_pd_two_nodes_commands_run(demo_model, log_dir, tmp_path):
     env = {"UCX_TLS": "tcp", "VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
     with netns.NetnsPair() as pair, runtime_dir() as runtime:
         with ended(Place(demo_model, tmp_path, runtime, log_dir, env, pair)) as place:
-            place.play(f"{GUIDES}/pd-two-nodes.md")
+            place.play(f"{GUIDES}/{page}.md", forget)  # engines that have forgotten for good share nothing any more
 
 
 @pytest.mark.slow
@@ -128,7 +129,8 @@ def test_docs_data_parallel_commands_run(demo_model, log_dir, tmp_path):
 def test_docs_every_guide_with_commands_is_run(root):
     """And each command is run by a test."""
     text = Path(__file__).read_text("utf-8")
-    run = set(re.findall(r"GUIDES\}/([\w-]+)\.md", text)) | {"disk", "objects", "mooncake"}
+    by_parameter = {"disk", "objects", "mooncake", "pd-two-nodes", "several-nodes"}
+    run = set(re.findall(r"GUIDES\}/([\w-]+)\.md", text)) | by_parameter
     assert {page.stem for page in (root / GUIDES).glob("*.md") if steps_of(f"{GUIDES}/{page.name}")} == run
 
 
