@@ -452,6 +452,17 @@ def test_weights_rpc_that_may_load_adapters_makes_them_unknown_until_inplace_loa
     assert not ended(running, matched(running, running.request("slept", loras[1])))
 
 
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_weights_adapter_answer_that_is_aborted_is_shared(tmp_path, adapters, tokens):
+    """As at a stop string. Before its first token was read, the adapter may not have been loaded for it."""
+    running, lora = Running(), LoRARequest("one", 1, str(adapter_files(tmp_path / "one")))
+    adapters.load(lora, lambda: None)
+    request = matched(running, running.request("stopped", lora))
+    request.append_output_token_ids([1] * tokens)
+    request.status = RequestStatus.FINISHED_ABORTED
+    assert running.half._provenance.remove(request) is bool(tokens)
+
+
 @pytest.mark.parametrize("how", ["aborted", "private", "not looked at"])
 def test_weights_adapter_folder_exchanged_meanwhile_is_unknown(tmp_path, adapters, how):
     """What a request computed meanwhile stays in vLLM's prefix cache, and the next one would store it as its own."""

@@ -86,8 +86,19 @@ def ends_with_prompt(request: Any) -> bool:
 
 
 def ended_well(request: Any) -> bool:
-    """Whether it stopped or reached its length; blocks of aborted or failed requests are not exported."""
-    return request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+    """Whether its engine ended it: it stopped, repeated itself or reached its length. Aborted or failed requests are
+    not exported: their answers name no export."""
+    return request.status in (
+        RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_REPETITION
+    )  # fmt: skip
+
+
+def kept_well(request: Any) -> bool:
+    """Whether the KV of its ``written_tokens`` may be stored now that it has ended. vLLM also aborts a request at a
+    stop string, which its frontend finds, and a session that is closed. Behind a token of the answer all loads were
+    checked, unless a preemption came before: the request may have been loaded again."""
+    aborted = request.status is RequestStatus.FINISHED_ABORTED
+    return ended_well(request) or (aborted and request.num_output_tokens > 0 and not request.num_preemptions)
 
 
 def ended_copy(request: Any, events: bool) -> Any:

@@ -84,7 +84,7 @@ class Provenance:
         if lora is None:
             return before is not None
         # In any case, because its KV stays in vLLM's prefix cache.
-        return ADAPTERS.confirm(lora, before) and vr.ended_well(request)
+        return ADAPTERS.confirm(lora, before) and vr.kept_well(request)
 
     def weights_changing(self) -> None:
         """Until ``weights_changed`` all requests are private."""

@@ -39,7 +39,7 @@ class Table:
     due: int = 0  # computed tokens at which it may fill a block again
     why: str = ""  # why blocks are to be offered again
     running: bool = True
-    ended: int = 0  # once it does not run: tokens whose full blocks are to be stored; 0 if it did not end well
+    ended: int = 0  # once it does not run: tokens whose full blocks are to be stored; 0 if none are
     namespace_id: bytes = b""  # where these are to be stored
 
     def __post_init__(self) -> None:

@@ -4,7 +4,8 @@ A block is *collected* in the step that fills it, and pinned, so that vLLM does 
 when the store lacks it, *copied* by the workers behind the forward that writes it, then committed and unpinned. A block
 that the store has, or has no space for, is unpinned when the store answers. The number of pins is bounded: beyond it,
 and when vLLM is short of blocks, the newest blocks are *taken back*, from the end of their prefixes. They are offered
-again with the next block that their request fills, and after it ended well, while vLLM's prefix cache has them.
+again with the next block that their request fills, and after it ended (``kept_well``), while vLLM's prefix cache has
+them.
 
 Blocks of a LoRA adapter are offered once, when their request has ended (see ``provenance``): vLLM's prefix cache may
 have the KV of other weights under their hashes later.
@@ -98,7 +99,7 @@ class Offloader:
         self._alone, self._recount_at = 0, 0
         self._held: Counter[int] = Counter()  # the blocks of these pins
         self._open: dict[tuple[bytes, bytes], Batch] = {}
-        # Of requests that ended well and have blocks to offer again: one for each content, by namespace id and the hash
+        # Of requests that ended and have blocks to offer again: one for each content, by namespace id and the hash
         # of the last full block; the one checked longest ago first.
         self._ended: dict[tuple[bytes, bytes], Table] = {}
         self._ended_tokens = 0
@@ -147,17 +148,17 @@ class Offloader:
             self.cancel_for_requests(short)
 
     def finished(self, state: RequestState, table: Table | None, block_ids: tuple[list[int], ...], last: bool) -> None:
-        """The request ended: collect its last blocks, if it ended well, and reserve them soon. ``last``: the engine has
-        no other request, so that maybe no step follows."""
+        """The request ended: collect its last blocks, if they are right, and reserve them soon. ``last``: the engine
+        has no other request, so that maybe no step follows."""
         request = state.request
         self._recount_at = 0  # no other request may hold its blocks now
-        if self._without_states and vr.ended_well(request):
+        if self._without_states and vr.kept_well(request):
             full = self._full(request, vr.written_tokens(request))
             count = sum([full // size for size, kind in self._groups if kind.by_position])
             self._counters.count("stores_skipped", STATE_NOT_KEPT, count)
         if table is not None:
             table.running, table.groups = False, block_ids
-            if self.wanted() and vr.ended_well(request):
+            if self.wanted() and vr.kept_well(request):
                 table.ended = self._full(request, vr.written_tokens(request))
                 table.namespace_id = self._store.namespace_id(lora_fingerprint_of(request))
                 if self._store.limit():

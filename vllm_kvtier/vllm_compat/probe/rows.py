@@ -78,6 +78,7 @@ ROWS: tuple[Row, ...] = (
         names=(
             "vllm.v1.request:RequestStatus",
             *_all("vllm.v1.request:RequestStatus", "WAITING PREEMPTED FINISHED_STOPPED FINISHED_LENGTH_CAPPED"),
+            *_all("vllm.v1.request:RequestStatus", "FINISHED_REPETITION FINISHED_ABORTED"),
         ),
         fields={"vllm.lora.request:LoRARequest": "lora_name lora_path lora_int_id load_inplace __struct_fields__"},
     ),

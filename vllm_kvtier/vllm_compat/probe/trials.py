@@ -69,10 +69,10 @@ _CALLED = (
 
 REQUEST_ATTRIBUTES = {
     "request_id": str, "num_tokens": int, "num_prompt_tokens": int, "num_computed_tokens": int,
-    "num_output_placeholders": int, "num_preemptions": int, "block_hashes": list, "all_token_ids": object,
-    "lora_request": object, "cache_salt": str, "mm_features": list, "prompt_embeds": object, "status": object,
-    "kv_transfer_params": object, "sampling_params": object, "resumable": bool, "skip_reading_prefix_cache": bool,
-    "is_finished": object,
+    "num_output_placeholders": int, "num_output_tokens": int, "num_preemptions": int, "block_hashes": list,
+    "all_token_ids": object, "lora_request": object, "cache_salt": str, "mm_features": list, "prompt_embeds": object,
+    "status": object, "kv_transfer_params": object, "sampling_params": object, "resumable": bool,
+    "skip_reading_prefix_cache": bool, "is_finished": object,
 }  # fmt: skip
 
 
