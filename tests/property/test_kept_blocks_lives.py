@@ -46,6 +46,7 @@ from vllm_kvtier.scheduler.offload.offloader import Offloader
 from vllm_kvtier.store.protocol import HASH_BYTES
 from vllm_kvtier.telemetry.stats import Counters
 from vllm_kvtier.vllm_compat.connector_types import StepMetadata
+from vllm_kvtier.vllm_compat.hooks import rollback
 from vllm_kvtier.vllm_compat.hooks.admission import Admission
 from vllm_kvtier.vllm_compat.hooks.block_pool import BlockPool
 from vllm_kvtier.vllm_compat.hooks.scheduler_lock import SchedulerLock
@@ -124,6 +125,7 @@ class Life(Offload):
         half = self.half = KVTierConnectorScheduler.__new__(KVTierConnectorScheduler)
         half._engine = SimpleNamespace(paused_scheduler=None, admission=Admission())
         half._engine.admission.install(self.scheduler)
+        rollback.evict_uncomputed(self.scheduler, contain or Uncontained())
         config = KVTierConfig(bidirectional=True, store_inflight_share=share, store_write=write)
         index = ChecksumIndex([size for size, _ in groups])
         facts = {"step_tokens": 8, "followed": lambda ids: ids, "group_ids": None, "tensor_parallel": 1}

@@ -203,6 +203,9 @@ def _unsupported(vllm_config: Any, kv_cache_config: Any) -> str | None:
     # vLLM before 0.31 refuses this with any connector; later ones end when they lack a block's.
     if (extra := value(vllm_config, "VllmConfig.aux_output_config")) is not None and extra.enabled:
         return "routed experts are returned, which KV from elsewhere lacks: KV is neither pulled, stored nor loaded"
+    # Preempted requests leave blocks in its prefix cache that were never computed.
+    if vllm_config.scheduler_config.policy == "priority" and not granted(Feature.PRIORITIES):
+        return f"requests have priorities ({refused(Feature.PRIORITIES)}): KV is neither pulled, stored nor loaded"
     parallel = vllm_config.parallel_config
     # When ranks come or go, vLLM captures graphs, those of a new engine after its scheduler was made.
     if parallel.enable_elastic_ep:

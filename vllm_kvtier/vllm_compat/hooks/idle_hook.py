@@ -114,6 +114,8 @@ class EngineThread:
                 self.loaded_first.install(scheduler)
             if granted(Feature.ADMISSION):
                 self.admission.install(scheduler, self.loaded_first.queue)
+            if granted(Feature.PRIORITIES):
+                rollback.evict_uncomputed(scheduler, self._contain)
             self._on_scheduler(scheduler)
 
     def wake(self) -> None:

@@ -1,16 +1,20 @@
-"""Rolls back a request after a synchronous load failed. On the scheduler thread.
+"""Rolls back a request after a synchronous load failed, or where vLLM does so in part. On the scheduler thread.
 
 vLLM (0.29 on) lets a step's forward wait for a load, and drops the step's output for a request with bad blocks. But
 with asynchronous scheduling the next step computes on the same blocks already, and the loaded blocks have been in the
 prefix cache since their allocation. So the request is preempted, with its output in flight, as vLLM does when its cache
 is reset, and recomputed from the first bad block on.
+
+With priorities vLLM may take a request back out of the step that is being scheduled: see ``evict_uncomputed``.
 """
 
+import functools
 import time
 from typing import Any
 
 from vllm.v1.request import RequestStatus
 
+from vllm_kvtier.containment import Containment
 from vllm_kvtier.logs import get_logger
 from vllm_kvtier.vllm_compat.hooks.admission import READY
 
@@ -131,3 +135,27 @@ def preempt_and_recompute(scheduler: Any, request: Any, tokens: int = 0) -> None
     scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
     # The next step may schedule it again: the model runner then needs all of its tokens.
     scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
+
+
+def evict_uncomputed(scheduler: Any, containment: Containment) -> None:
+    """Have each preemption remove blocks from the prefix cache that were never computed. Once a scheduler.
+
+    By priority vLLM (0.25.1 to 0.33) also preempts a request that is in the step being scheduled already. The step is
+    without it then, but the blocks that it was to fill have been in the prefix cache since they were allocated, and
+    other requests, or the same one again, would take them for computed. Does nothing for another policy, and for a
+    scheduler of the user's own that preempts in another way."""
+    if scheduler.policy.name != "PRIORITY" or not hasattr(scheduler, "_preempt_request"):
+        return
+    preempt, manager = scheduler._preempt_request, scheduler.kv_cache_manager
+
+    def evict(request: Any) -> None:
+        for group in manager.coordinator.single_type_managers:  # their pools may differ
+            blocks = group.req_to_blocks.get(request.request_id, ())[request.num_computed_tokens // group.block_size :]
+            group.block_pool.evict_blocks({block.block_id for block in blocks if block.block_hash is not None})
+
+    @functools.wraps(preempt)
+    def preempt_request(request: Any, *args: Any, **kwargs: Any) -> Any:
+        containment.insist("evicting what was not computed", functools.partial(evict, request))
+        return preempt(request, *args, **kwargs)
+
+    scheduler._preempt_request = preempt_request

@@ -27,6 +27,7 @@ NEEDS = {
     Feature.PAUSES: (Feature.IDLE,),
     Feature.QUEUES: (Feature.IDLE,),
     Feature.ADMISSION: (Feature.IDLE,),
+    Feature.PRIORITIES: (Feature.IDLE,),
     Feature.DRAINING: (Feature.IDLE,),
     Feature.PAUSED: (Feature.IDLE,),
     Feature.PEER_FETCH: (Feature.IDLE,),

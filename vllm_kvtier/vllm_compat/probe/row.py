@@ -21,6 +21,7 @@ class Feature(enum.Enum):
     PAUSES = "loads that end vLLM's pauses between empty steps"
     QUEUES = "steps that stay short with a long queue"
     ADMISSION = "blocks that exports give back as soon as vLLM admits a request with them"
+    PRIORITIES = "engines that schedule by priority (--scheduling-policy priority)"
     DRAINING = "hand-offs that are read while the engine ends"
     PAUSED = "resets of a paused engine that has loads under way"
     PEER_FETCH = "peer fetch"

@@ -314,6 +314,17 @@ ROWS: tuple[Row, ...] = (
         calls=((f"{_SCHEDULER}._inflight_prefill_reserved_blocks", 1, ()),),
     ),
     Row(
+        "preemption by priority", Feature.PRIORITIES, "the blocks of a preempted request, by group and position",
+        sets={
+            _SCHEDULER: "policy kv_cache_manager", _MANAGER: "coordinator",
+            "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator": "single_type_managers",
+            "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager": "block_pool block_size req_to_blocks",
+        },
+        fields={"vllm.config:SchedulerConfig": "policy"},
+        names=("vllm.v1.core.sched.request_queue:SchedulingPolicy.PRIORITY",),
+        calls=((f"{_SCHEDULER}._preempt_request", 3, ()), (f"{_POOL}.evict_blocks", 2, ())),
+    ),
+    Row(
         "paused engine", Feature.PAUSED, "whether it is, and whose loads have ended",
         names=("vllm.v1.core.sched.interface:PauseState.UNPAUSED",),
         fields={_SCHEDULER: "pause_state"},
