@@ -114,6 +114,11 @@ class FakeEngine:
         if isinstance(question, m.Explain):
             self._explain(question, text, answer)
             return
+        if isinstance(question, m.PinPrompt):
+            hashes = self.block_hashes(text, question.cache_salt)
+            pending = self._client.pin(self.namespace_id, hashes, question.pinned)
+            pending.then(lambda p: answer(m.PinResult(question.question, p.outcome.count)))
+            return
         said = dict(
             question=question.question, prompt=len(text),
             gpu_cache=self.gpu_cache.get((text, question.cache_salt), 0),

@@ -137,6 +137,37 @@ def test_pin_of_a_file_that_is_not_utf8_says_so(tmp_path, command):
     assert result.exit_code == 1 and f"{file} cannot be read" in result.stderr
 
 
+@pytest.fixture
+def keeps(make, store, tmp_path):
+    """(run a command on an engine whose store has this chat, the file with the chat's messages)."""
+    engine, server = make(FakeEngine, store=store.path), make(FakeServer)
+    (chat := tmp_path / "chat.json").write_text(json.dumps([{"role": "system", "content": TEXT}]))
+    engine.stores(f"<system>{TEXT}")
+
+    def run(command, *prompt):
+        return CliRunner().invoke(app, [command, "--server", server.url, "--endpoint", engine.address, *prompt])
+
+    return run, str(chat)
+
+
+def test_pin_keeps_what_a_chat_computed(keeps, store):
+    run, chat = keeps
+    for command, blocks, pinned in (("pin", 6, 6), ("pin", 0, 6), ("unpin", 6, 0)):
+        done = run(command, "--messages", chat)
+        assert (done.exit_code, done.output) == (0, f"{blocks} blocks of 108 tokens are {command}ned\n")
+        assert store.counts().index.pinned_entries == pinned
+
+
+@pytest.mark.parametrize("command", ["pin", "unpin"])
+def test_pin_of_blocks_that_the_store_lacks_fails_with_a_hint(keeps, command):
+    """A chat's text alone has other tokens than the chat: no block is the same."""
+    run, chat = keeps
+    done = run(command, "--prompt", TEXT)
+    assert done.exit_code == 1 and "none of its 100 tokens is in the store" in done.stderr
+    assert "--messages" in done.stderr and "kvtier inspect" in done.stderr
+    assert run(command, "--prompt", TEXT, "--messages", chat).exit_code == 2
+
+
 COMMANDS = ["store", "stats", "clear", "pin", "unpin", "warm", "prefetch", "quality", "doctor", "inspect"]
 
 

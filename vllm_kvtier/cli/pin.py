@@ -23,22 +23,32 @@ Prompt = Annotated[str | None, typer.Option("--prompt", help="The prompt's text.
 File = Annotated[Path | None, typer.Option("--file", help="A file with the text.", exists=True, dir_okay=False)]
 
 
+_NOT_STORED = (
+    "none of its {} tokens is in the store's memory. Is it the prompt as requests have it: a chat's with --messages "
+    "(its template adds tokens), with its --cache-salt? `kvtier inspect` with the same prompt shows what each tier has"
+)
+
+
 async def _request(endpoint: str, tokens: list[int], salt: str, pinned: bool | None, key: Path | None) -> int:
     """Pin or unpin; with ``pinned`` None promote. Returns the number of blocks that changed, or whose promotion began.
 
-    Raises KVTierError if the engine does not answer or has no store.
+    Raises KVTierError if the engine does not answer or has no store, or if the store has none of the blocks to pin or
+    unpin.
     """
     host, port = parse_address(endpoint)
+    stored = True
     try:
         async with AsyncEndpointClient(ClusterKey.load(str(key)) if key else None) as client:
             if pinned is None:
                 result = await client.warm(host, port, tokens, salt)
             else:
                 result = await client.keep(host, port, tokens, salt, pinned)
+                if not result.blocks:
+                    stored = (await client.query(host, port, tokens, salt)).stored > 0
     except (PeerRefused, TimeoutError) as error:
         raise KVTierError(f"{endpoint}: {error}") from error
-    if result.reason:
-        raise KVTierError(f"{endpoint}: {result.reason}")
+    if result.reason or not stored:
+        raise KVTierError(f"{endpoint}: {result.reason or _NOT_STORED.format(len(tokens))}")
     return result.blocks
 
 
@@ -48,13 +58,16 @@ def _command(pinned: bool | None, done: str, text: str) -> Callable[..., None]:
         endpoint: Endpoint,
         prompt: Prompt = None,
         file: File = None,
+        messages: inputs.MessagesFile = None,
         cache_salt: inputs.Salt = "",
         cluster_key: inputs.Key = None,
     ) -> None:
-        if (prompt is None) == (file is None):
-            raise typer.BadParameter("give either --prompt or --file")
+        if sum(given is not None for given in (prompt, file, messages)) != 1:
+            raise typer.BadParameter("give one of --messages, --prompt and --file")
         with inputs.errors_as_messages():
-            tokens = inputs.tokenize(server, prompt if file is None else inputs.read_file(file, chat=False))
+            asked = prompt if prompt is not None else inputs.read_prompt(file, messages)
+            assert asked is not None
+            tokens = inputs.tokenize(server, asked)
             blocks = asyncio.run(_request(endpoint, tokens, cache_salt, pinned, cluster_key))
         typer.echo(f"{blocks} blocks of {len(tokens)} tokens are {done}")
 
@@ -66,6 +79,6 @@ pin = _command(True, "pinned", "Pin the blocks of a prompt that the node store h
 unpin = _command(False, "unpinned", "Unpin the blocks of a prompt.")
 warm = _command(
     None,
-    "being promoted",
+    "looked up; those that a tier has are promoted",
     "Promote a prompt's blocks from disk, an object store or other nodes to the node store's memory.",
 )
