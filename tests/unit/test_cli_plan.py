@@ -78,11 +78,57 @@ def test_plan_mla_is_stored_once_for_all_ranks():
         ),
         ({"num_kv_shared_layers": 1}, [("full", 3, None)]),
         ({"kv_lora_rank": 64, "qk_rope_head_dim": 0}, [("mla", 4, None)]),
+        ({"full_attention_interval": 2}, [("full", 2, None)]),
+        ({"hybrid_override_pattern": "M-*E"}, [("full", 1, None)]),
+        ({"layers_block_type": ["mamba", "moe", "attention", "mlp"]}, [("full", 1, None)]),
+        ({"attn_layer_period": 3, "attn_layer_offset": 0}, [("full", 2, None)]),
+        ({"attn_layer_indices": [3]}, [("full", 1, None)]),
+        ({"full_attn_idxs": [0, 2, 3]}, [("full", 3, None)]),
+        ({"attn_type_list": [0, 1, 0, 0]}, [("full", 1, None)]),
+        (
+            {"kv_lora_rank": 64, "qk_rope_head_dim": 0, "linear_attn_config": {"full_attn_layers": [4]}},
+            [("mla", 1, None)],
+        ),
+        ({"sliding_window": 9, "model_type": "gemma2"}, [("sliding", 2, 9), ("full", 2, None)]),
+        ({"sliding_window": 9, "sliding_window_pattern": "LLLG"}, [("sliding", 3, 9), ("full", 1, None)]),
+        ({"layer_types": ["full_attention"] * 5}, [("full", 4, None)]),  # Step 3.5 has draft layers behind them
     ],
 )
 def test_plan_layers_are_grouped_by_kind(fields, layers):
     found = config(**fields)
     assert [(each.kind.name, each.count, each.kind.window) for each in found.layers] == layers
+
+
+@pytest.mark.parametrize(("name", "layers", "nbytes"), [("qwen3-next", 12, 24576), ("nemotron-h", 2, 8192)])
+def test_plan_counts_the_attention_layers_of_published_hybrids(root, name, layers, nbytes):
+    """Neither has layer_types. The bytes are those that vLLM's caches of these shapes have."""
+    model = models.read(str(root / "benchmarks" / "models" / f"{name}-shapes"))
+    assert [each.count for each in model.layers] == [layers] and "keep states" in model.remarks[0]
+    assert models.footprint(model, "raw").logical == nbytes
+
+
+@pytest.mark.parametrize(
+    ("fields", "heads"),
+    [
+        ({"num_kv_heads": 4, "new_decoder_architecture": True, "multi_query": True}, 4),  # Falcon 40B
+        ({"num_kv_heads": 8, "multi_query": True}, 1),  # Falcon 7B
+        ({"num_attention_groups": 2}, 2),  # Step 3.5
+        ({"multi_query_group_num": 2}, 2),
+        ({}, 8),
+    ],
+)
+def test_plan_counts_kv_heads_however_the_model_names_them(fields, heads):
+    assert config(num_key_value_heads=None, **fields).layers[0].heads == heads
+
+
+def test_plan_reads_other_heads_of_layers_of_one_type():
+    other = {"attention_type": "sliding_attention", "num_attention_groups": 4, "head_dim": 32}
+    types = ["full_attention", "sliding_attention"] * 2
+    found = config(
+        num_key_value_heads=None, num_attention_groups=2, sliding_window=9, layer_types=types,
+        attention_other_setting=other,
+    )  # fmt: skip
+    assert [(each.heads, each.fields[0].count) for each in found.layers] == [(2, 64), (4, 32)]
 
 
 def test_plan_reads_nested_text_config():
@@ -100,6 +146,10 @@ def test_plan_hybrid_model_has_remark():
         ({"num_hidden_layers": None, "layer_types": ["odd"]}, "layers of type odd"),
         ({"torch_dtype": "int3"}, "a KV cache of int3"),
         ({"layer_types": ["mamba"] * 4}, "none of its layers"),
+        ({"layer_types": ["attention"] * 3}, "layer_types does not say what its 4 layers are"),
+        ({"hybrid_override_pattern": "M?*-"}, "hybrid_override_pattern does not say"),
+        ({"attn_layer_period": 2}, "attn_layer_period does not say .*attn_layer_offset"),
+        ({"block_configs": []}, "differ by block_configs"),
         ({"head_dim": None, "hidden_size": None}, "lacks or hides"),
     ],
 )

@@ -14,6 +14,7 @@ from vllm_kvtier import codecs, fingerprint
 from vllm_kvtier.cache_kinds import KINDS, CacheKind, Contents, of_layer_type
 from vllm_kvtier.codecs.parts import part_layout
 from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.plan import layer_types
 from vllm_kvtier.wire.geometry import Field, GroupView, Region
 from vllm_kvtier.wire.slots import PAGE, PIECE_BYTES, slot_layout
 
@@ -108,27 +109,25 @@ def from_config(config: Mapping[str, Any], name: str, cache_dtype: str = "auto")
 
 def _kinds(text: Mapping[str, Any], remarks: list[str], name: str) -> list[type[CacheKind]]:
     """Of each layer that keeps KV of its own."""
-    count = int(text["num_hidden_layers"])
-    if text.get("kv_lora_rank"):
-        return [KINDS["mla"]] * count
-    given = text.get("layer_types") or text.get("layers_block_type")
-    if given:
-        kinds: list[type[CacheKind]] = []
-        for each in given:
-            if (kind := of_layer_type(each)) is not None:
-                if Contents.STATE not in kind.specs.values():
-                    kinds.append(kind)
-            else:
-                raise KVTierError(f"{name}: layers of type {each} are not known here")
-        if len(kinds) < len(given):
-            remarks.append(
-                f"{len(given) - len(kinds)} of {len(given)} layers keep states, a few for each prompt, which are not "
-                "counted here"
-            )
-    else:
-        window = text.get("sliding_window") if text.get("use_sliding_window", True) else None
-        pattern = int(text.get("sliding_window_pattern") or 0)
-        kinds = [KINDS["sliding" if window and (not pattern or (i + 1) % pattern) else "full"] for i in range(count)]
+    kinds: list[type[CacheKind]] = []
+    states = 0
+    given = layer_types.layer_types(text, name)
+    for each in given:
+        kind = of_layer_type(each)
+        if kind is not None and Contents.STATE in kind.specs.values():
+            states += 1
+        elif each in layer_types.NO_CACHE:
+            continue
+        elif text.get("kv_lora_rank"):
+            kinds.append(KINDS["mla"])
+        elif kind is None:
+            raise KVTierError(f"{name}: layers of type {each} are not known here")
+        else:
+            kinds.append(kind)
+    if states:
+        remarks.append(
+            f"{states} of {len(given)} layers keep states, a few for each prompt, which are not counted here"
+        )
     if shared := int(text.get("num_kv_shared_layers") or 0):
         kinds = kinds[: len(kinds) - shared]
     return kinds
@@ -140,7 +139,10 @@ def _layers(text: Mapping[str, Any], kind: type[CacheKind], count: int, name: st
             rope = int(text["qk_rope_head_dim"])
             fields = (Field("latent", int(text["kv_lora_rank"])), Field("rope", rope))
             return Layers(kind(), count, 1, fields if rope else fields[:1])
-        heads = int(text.get("num_key_value_heads") or text["num_attention_heads"])
+        other = text.get("attention_other_setting") or {}  # Step 3.5: of its layers of one type
+        if other.get("attention_type") in kind.layer_types:
+            text = {**text, **other}
+        heads = layer_types.kv_heads(text)
         size = int(text.get("head_dim") or int(text["hidden_size"]) // int(text["num_attention_heads"]))
         window = int(text[kind.window_field]) if kind.window_field else None
         fields = (Field("k", size), Field("v", int(text.get("v_head_dim") or size)))
