@@ -107,6 +107,7 @@ def test_config_nixl_only_option_raises_with_removal_hint(option):
         ({"advertise_host": "10.0.0.1"}, "cannot be reached"),
         ({"advertise_host": "0.0.0.0"}, "not an address that other engines can connect to"),
         ({"cluster_key_file": "/nowhere/key"}, "'/nowhere/key' is not a file on this machine"),
+        ({"store": "on"}, "store 'on' must be \"auto\", \"off\" or the path of a socket"),
     ],
 )
 def test_config_invalid_value_raises_with_cause(extra, words):

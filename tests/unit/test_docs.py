@@ -249,9 +249,8 @@ def test_docs_options_page_maps_engine_options_to_store_flags():
             continue
         default = getattr(KVTierConfig(), option)
         other = {bool: True, int: 17, float: 0.625, str: "64MiB"}[type(default)]
-        chosen = ("store_huge_pages", "store_numa", "store_disk_backend", "store_mooncake_protocol")
-        if option in chosen or option.endswith("_admission"):
-            other = next(c for c in StoreOptions.__dataclass_fields__[name].metadata["choices"] if c != default)
+        if choices := StoreOptions.__dataclass_fields__[name].metadata["choices"]:
+            other = next(choice for choice in choices if choice != default)
         addresses = {"store_nodes": "127.0.0.1:7", "store_node_listen": "127.0.0.1:7"}
         urls = {"store_object_url": "s3://abc/d", "store_object_endpoint": "http://a"}
         mooncake = {"store_mooncake_master": "127.0.0.1:7", "store_mooncake_replicas": 3}

@@ -9,6 +9,7 @@ import pytest
 from support import Clock
 
 from vllm_kvtier.errors import ConfigError
+from vllm_kvtier.store.eviction import POLICIES
 from vllm_kvtier.store.index.index import Index
 from vllm_kvtier.store.memory.slot_pool import SlotPool
 from vllm_kvtier.store.options import StoreOptions, parse
@@ -34,12 +35,22 @@ from vllm_kvtier.wire.reactor import Reactor
         ({"object_endpoint": "http://key:hush@host"}, "must not contain credentials"),  # without a url, too
         ({"disk_admission": "some"}, "choose one of all, reuse"),
         ({"disk_min_tokens": -1}, "0 or more"),
+        ({"size": "abc"}, "option size: pool size 'abc'"),
+        ({"size": "-5"}, "option size: pool size '-5'"),
+        ({"size": "0"}, "option size: .* too small"),
+        ({"size": "200%"}, "option size: .*at most 100%"),
+        ({"policy": "foo"}, "option policy='foo': choose one of aging, arc"),
     ],
 )
 def test_store_options_invalid_raise_with_cause(options, words):
     with pytest.raises(ConfigError, match=words) as refusal:
         StoreOptions(**options)
     assert "hush" not in str(refusal.value)
+
+
+def test_store_options_name_every_eviction_policy():
+    for policy in ("", *POLICIES):
+        assert StoreOptions(policy=policy).policy == policy
 
 
 def test_store_options_key_readable_by_others_raises(tmp_path):

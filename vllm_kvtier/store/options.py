@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from vllm_kvtier.errors import ConfigError
 from vllm_kvtier.remote_store.options import NodeOptions
-from vllm_kvtier.store.memory.memory_limits import parse_bytes
+from vllm_kvtier.store.memory.memory_limits import ANY_MACHINE, parse_bytes, pool_bytes
 from vllm_kvtier.store.protocol import HOLD_SECONDS
 from vllm_kvtier.store.tiers.mooncake.options import MooncakeOptions
 from vllm_kvtier.store.tiers.objects.object_names import check_endpoint, parse_url
@@ -28,7 +28,7 @@ STORE_SECONDS = 100.0
 @dataclass(frozen=True)
 class StoreOptions:
     """Raises ConfigError for an invalid value. The store's process checks ``size`` against the machine's memory
-    (``memory_limits.pool_bytes``) and ``policy``."""
+    (``memory_limits.pool_bytes``)."""
 
     size: str = _option(
         "auto",
@@ -47,7 +47,9 @@ class StoreOptions:
         ("local", "interleave"),
     )
     idle_seconds: float = _option(600.0, "End after this time without an engine; 0: never.")
-    policy: str = _option("", "Eviction policy: aging (if empty), arc, lru or s3fifo.")
+    policy: str = _option(
+        "", "Eviction policy: aging (if empty), arc, lru or s3fifo.", ("", "aging", "arc", "lru", "s3fifo")
+    )
     tenant_share: float = _option(
         1.0,
         "Maximum share of the memory, 0 to 1, of one tenant (cache salt). Blocks promoted from disk "
@@ -137,7 +139,12 @@ class StoreOptions:
         for option in fields(self):
             value, choices = getattr(self, option.name), option.metadata["choices"]
             if choices and value not in choices:
-                raise ConfigError(f"store option {option.name}={value!r}: choose one of {', '.join(choices)}")
+                names = ", ".join(filter(None, choices))
+                raise ConfigError(f"store option {option.name}={value!r}: choose one of {names}")
+        try:
+            pool_bytes(self.size, ANY_MACHINE)
+        except ConfigError as error:
+            raise ConfigError(f"store option size: {error}") from error
         if self.disk_min_tokens < 0 or self.disk_queue_mib < 0:
             raise ConfigError("store options disk_min_tokens and disk_queue_mib: 0 or more")
         for name in ("disk_path", "cluster_key_file", "log_file"):

@@ -56,6 +56,9 @@ class MemoryLimits:
         return 0 if pool <= self.huge and huge_pages != "never" else pool
 
 
+ANY_MACHINE = MemoryLimits(1 << 60, 1 << 60, "the largest memory")
+
+
 def memory_limits(root: str = "/") -> MemoryLimits:
     """Read the limits. ``root``: the folder of /proc and /sys, for tests."""
     base = Path(root)

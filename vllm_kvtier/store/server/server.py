@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from vllm_kvtier import __version__
-from vllm_kvtier.errors import ConfigError
 from vllm_kvtier.logs import get_logger
 from vllm_kvtier.store import protocol as m
 from vllm_kvtier.store.eviction import DEFAULT_POLICY, POLICIES
@@ -81,8 +80,6 @@ class StoreServer:
     def __init__(
         self, path: str, options: StoreOptions, on_idle: Callable[[], object] = lambda: None, launched: bool = True
     ):
-        if options.policy and options.policy not in POLICIES:
-            raise ConfigError(f"store option policy={options.policy!r}: choose one of {', '.join(POLICIES)}")
         self.path, self.options, self.instance = path, options, uuid.uuid4().hex
         self._on_idle, self._launched = on_idle, launched
         self.policy = options.policy or DEFAULT_POLICY
