@@ -18,6 +18,7 @@ from vllm_kvtier.plan import model as models
 from vllm_kvtier.plan import trace as traces
 from vllm_kvtier.plan.pays import Link, Prefill, break_even, load_seconds, parse_rate
 from vllm_kvtier.plan.replay import replay
+from vllm_kvtier.store.memory.memory_limits import MemoryLimits
 from vllm_kvtier.store.tiers.admission import admission
 from vllm_kvtier.wire.slots import PAGE
 
@@ -298,6 +299,15 @@ def test_plan_command_prints_all_parts(given):
     assert 0 < lengths["rot4"]["memory"] <= lengths["raw"]["memory"] < lengths["raw"]["disk"]
     text = CliRunner().invoke(app, [*given, *options, *rates], env={"COLUMNS": "120"}).stdout
     assert "Tokens that fit" in text and "without limit" in text and "Loading beats computing" in text
+
+
+def test_plan_share_of_memory_that_is_in_use_now_is_counted(root, monkeypatch):
+    limits = MemoryLimits(1 << 40, 1 << 30, "this test's memory")
+    monkeypatch.setattr("vllm_kvtier.cli.plan.memory_limits", lambda: limits)
+    words = ["--model", str(root / "models" / "recall-6m"), "--memory", "25%", "--json"]
+    done = CliRunner().invoke(app, ["plan", *words])
+    assert done.exit_code == 0, done.stderr
+    assert json.loads(done.stdout)["tiers"]["memory"] == 1 << 38
 
 
 def test_plan_reads_rates_of_an_engine(given):

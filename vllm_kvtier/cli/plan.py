@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,7 +14,7 @@ from vllm_kvtier.doctor.engines import server as vllm_server
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.plan import pays
 from vllm_kvtier.store.eviction import DEFAULT_POLICY, POLICIES
-from vllm_kvtier.store.memory.memory_limits import MemoryLimits, format_bytes, memory_limits, parse_bytes, pool_bytes
+from vllm_kvtier.store.memory.memory_limits import ANY_MACHINE, format_bytes, memory_limits, parse_bytes, pool_bytes
 
 ModelName = Annotated[str, typer.Option("--model", help="config.json, its directory, or a name in the hub's cache.")]
 Parallel = Annotated[int, typer.Option("--tensor-parallel-size", "--tp", min=1, help="Ranks of one engine.")]
@@ -110,9 +111,9 @@ def _sizes(
     except ModuleNotFoundError as error:
         raise KVTierError(f"the layouts of slots need {error.name}, which vLLM brings: pip install torch") from error
     read = models.read(model, cache_dtype)
-    # A size may be for another machine; a share is of this one.
-    limits = memory_limits() if memory.strip().endswith("%") else MemoryLimits(1 << 60, 1 << 60, "another machine")
-    tiers = {"memory": pool_bytes(memory, limits)}
+    # A size may be for another machine; a share is of this one, whatever is free of it now.
+    limits = memory_limits() if memory.strip().endswith("%") else ANY_MACHINE
+    tiers = {"memory": pool_bytes(memory, replace(limits, free=limits.limit))}
     if disk:
         tiers["disk"] = parse_bytes(disk, "--disk")
     cache_bytes = parse_bytes(cache, "--gpu-cache") if cache else 0
