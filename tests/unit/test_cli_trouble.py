@@ -12,6 +12,8 @@ from store_process import Store
 from store_support import RawClient, engine_hello
 from support import eventually, interruptible, stop
 
+from vllm_kvtier import __version__
+
 COMMAND = [sys.executable, "-m", "vllm_kvtier.cli"]
 
 
@@ -42,6 +44,11 @@ def test_top_ascii_terminal_prints_replacement_characters(store):
 def test_commands_run_on_one_column_terminal(store):
     for command in (["stats"], ["top", "--once", "--interval", 0.05]):
         assert kvtier(*command, "--socket", store.path, COLUMNS="1").returncode == 0
+
+
+def test_stats_prints_versions_in_full(store):
+    lines = kvtier("stats", "--socket", store.path, COLUMNS="140").stdout.splitlines()
+    assert ["version", __version__] in [line.split() for line in lines]
 
 
 def test_names_of_clients_are_no_markup(store):

@@ -77,8 +77,9 @@ def stats(
 def _add_rows(table: Table, of: str, numbers: dict) -> None:
     for key, value in numbers.items():
         shown = f"{value} ({format_bytes(value)})" if key.endswith("_bytes") else str(value)
-        fraction = isinstance(value, float) and not value.is_integer()
-        table.add_row(of + key.replace("_", " "), f"{value:.1f}" if fraction else shown.removesuffix(".0"))
+        if isinstance(value, float):
+            shown = f"{value:.{int(not value.is_integer())}f}"
+        table.add_row(of + key.replace("_", " "), shown)
 
 
 def clear(
