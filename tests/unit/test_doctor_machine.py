@@ -8,6 +8,7 @@ import signal
 import socket
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -166,12 +167,17 @@ def test_doctor_store_larger_than_container_memory_fails(tmp_path):
     assert check.state == "ok" and "2 GiB of mooncake_segment" in check.message
 
 
-def test_doctor_counts_memory_of_a_mooncake_segment(monkeypatch):
+@pytest.fixture
+def small_machine(monkeypatch):
+    """Of 4 GiB, 3 of them free, without GPUs."""
     monkeypatch.setattr(limits, "memory_limits", lambda root: MemoryLimits(4 * GIB, 3 * GIB, "this test's memory"))
+    monkeypatch.setattr(gpus, "load_driver", lambda: None)
     for module, check in ((packages, "probe"), (gpus, "gpus"), (mooncake, "mooncake")):
         monkeypatch.setattr(module, check, lambda *given: [])
     monkeypatch.setattr(packages, "nixl", lambda backends: Check("NIXL", "ok", ""))
 
+
+def test_doctor_counts_memory_of_a_mooncake_segment(small_machine):
     def memory(**options):
         return next(c for c in examine(Options(store_size="1GiB", **options)) if c.name == "memory")
 
@@ -179,6 +185,20 @@ def test_doctor_counts_memory_of_a_mooncake_segment(monkeypatch):
     assert memory(mooncake_master="h:1").state == "fail"
     assert memory(mooncake_master="h:1", mooncake_segment="0").state == "ok"
     assert "give bytes" in memory(mooncake_master="h:1", mooncake_segment="much").message
+
+
+def test_doctor_beside_a_running_store_counts_no_second_one(small_machine, running, monkeypatch):
+    """As in the store's own pod, which has memory for its size and little more, and 64 MiB of /dev/shm."""
+    shm = SimpleNamespace(f_blocks=64 << 20, f_bavail=60 << 20, f_frsize=1)
+    monkeypatch.setattr(limits, "shared_memory", partial(limits.shared_memory, statvfs=lambda path: shm))
+
+    def states():
+        checks = {each.name: each.state for each in examine(Options(store_size="16GiB", socket=running.path))}
+        return checks["memory"], checks["shared memory"]
+
+    assert states() == ("fail", "fail"), "no store runs yet"
+    running.start()
+    assert states() == ("ok", "unknown")
 
 
 def test_doctor_small_memlock_with_rdma_fails(tmp_path):

@@ -12,6 +12,7 @@ from vllm_kvtier.doctor.engines.server import Prompt, Server
 from vllm_kvtier.doctor.machine import disk, gpus, limits, mooncake, objects, packages, ports
 from vllm_kvtier.doctor.report import Check, fail, ok, unknown, warn
 from vllm_kvtier.errors import ConfigError, KVTierError
+from vllm_kvtier.store.launcher import serves
 from vllm_kvtier.store.memory.memory_limits import parse_bytes
 from vllm_kvtier.store.options import StoreOptions
 from vllm_kvtier.store.tiers.tier_stack import bytes_beside_pool
@@ -65,8 +66,10 @@ def examine(options: Options, progress: Callable[[Check], None] = lambda check: 
         add(packages.vllm())
         if done[-1].state == "ok":
             add(*packages.probe())
-        add(*gpus.gpus(gpus.load_driver()))
-        add(*_memory(options), limits.shared_memory())
+        driver = gpus.load_driver()
+        add(*gpus.gpus(driver))
+        running = bool(options.socket) and serves(options.socket, options.seconds)
+        add(*_memory(options, running), limits.shared_memory(engines=driver is not None or not running))
         add(limits.open_files(), packages.nixl(options.backends))
     if options.disk is not None:
         add(limits.asynchronous_io(), *_disk(options))
@@ -106,8 +109,8 @@ def _cluster_key(file: Path) -> tuple[Check, ClusterKey | None]:
     return ok("cluster key", f"{file} holds a key that only its owner reads"), key
 
 
-def _memory(options: Options) -> list[Check]:
-    """Of the store and its tiers."""
+def _memory(options: Options, running: bool) -> list[Check]:
+    """Of the store and its tiers. ``running``: it has its memory, and no second one is started beside it."""
     try:
         tiers = bytes_beside_pool(
             StoreOptions(
@@ -123,7 +126,8 @@ def _memory(options: Options) -> list[Check]:
     except ConfigError as error:
         return [fail("memory", str(error), "give --mooncake-... and --disk-size as the options store_...")]
     segment = tiers.get("mooncake_segment", 0) if options.mooncake_protocol == "rdma" else 0
-    return [limits.memory(options.store_size, tiers=tiers), limits.memlock(options.store_size, segment=segment)]
+    size = "off" if running else options.store_size
+    return [limits.memory(size, tiers=tiers), limits.memlock(options.store_size, segment=segment)]
 
 
 def _disk(options: Options) -> list[Check]:

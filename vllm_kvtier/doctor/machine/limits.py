@@ -73,14 +73,17 @@ def _may_lock(root: Path) -> bool:
     return bool(mask >> _IPC_LOCK & 1)
 
 
-def shared_memory(path: str = "/dev/shm", statvfs=os.statvfs) -> Check:
-    """/dev/shm, which vLLM's workers and UCX use; the node store's memory is elsewhere."""
+def shared_memory(path: str = "/dev/shm", statvfs=os.statvfs, engines: bool = True) -> Check:
+    """/dev/shm, which vLLM's workers and UCX use; the node store's memory is elsewhere. ``engines``: False if this may
+    be the store's container alone."""
     name, fix = "shared memory", "docker run --shm-size=8g (or --ipc=host); in pods an emptyDir of medium Memory"
     try:
         found = statvfs(path)
     except OSError as error:
         return fail(name, f"{path} cannot be used: {error.strerror}; vLLM's workers and UCX need it", fix)
     size, free = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+    if not engines and size < _MIN_SHM_BYTES:
+        return unknown(name, f"{path} is only {format_bytes(size)}: enough for the node store, not for engines", fix)
     if free < 64 << 20:
         message = f"{path} has {format_bytes(free)} left of {format_bytes(size)}"
         message += ": vLLM's workers and UCX end with SIGBUS there"
