@@ -24,7 +24,11 @@ DOCKERFILE = (FOLDER / "Dockerfile").read_text("utf-8")
 
 
 # Later than the chart's first release.
-ADDED = [("mooncake",), ("store", "shared")]
+ADDED = [
+    ("mooncake",), ("store", "shared"), ("images", "pullSecrets"), ("serviceAccountName",),
+    ("engine", "runtimeClassName"), ("store", "serviceAccountName"), ("store", "env"), ("store", "envFrom"),
+    ("store", "volumes"), ("store", "volumeMounts"), ("proxy", "volumes"), ("proxy", "volumeMounts"),
+]  # fmt: skip
 
 
 def run_helm(*words: str) -> subprocess.CompletedProcess:
@@ -262,6 +266,58 @@ def test_chart_refuses_mooncake_on_an_open_network():
     assert run_helm(*words, "--set", "mooncake.trustedNetwork=true").returncode == 0
 
 
+def pods(found: dict) -> dict[str, dict]:
+    specs = {name: document.get("spec", {}) for (_, name), document in found.items()}
+    return {name: spec["template"]["spec"] for name, spec in specs.items() if "template" in spec}
+
+
+def test_chart_store_gets_credentials_of_an_object_store():
+    account = {"name": "AZURE_STORAGE_ACCOUNT_NAME", "value": "account"}
+    volume, mount = {"name": "gcs", "secret": {"secretName": "gcs"}}, {"name": "gcs", "mountPath": "/etc/gcs"}
+    values = {"env": [account], "envFrom": [{"secretRef": {"name": "b"}}], "volumes": [volume], "volumeMounts": [mount]}
+    words = [word for name, value in values.items() for word in ("--set-json", f"store.{name}={json.dumps(value)}")]
+    for shared in ("false", "true"):
+        found = render(*words, "--set", f"store.shared={shared}")
+        (container,) = pods(found)["store"]["containers"]
+        assert container["env"][-1] == account and (len(container["env"]) > 1) == (shared == "true")
+        assert container["envFrom"] == values["envFrom"]
+        assert container["volumeMounts"][-1] == mount and pods(found)["store"]["volumes"][-1] == volume
+        assert [problem for document in found.values() for problem in schema_problems(document)] == []
+
+
+def test_chart_pods_get_registry_service_account_and_runtime_class():
+    names = {"serviceAccountName": "all", "store.serviceAccountName": "bucket", "engine.runtimeClassName": "nvidia"}
+    words = [word for name, value in names.items() for word in ("--set", f"{name}={value}")]
+    found = render(*words, "--set-json", 'images.pullSecrets=["registry"]', *SETS["mooncake"])
+    assert {name: (pod["serviceAccountName"], pod.get("runtimeClassName")) for name, pod in pods(found).items()} == {
+        "store": ("bucket", None), "prefill": ("all", "nvidia"), "decode": ("all", "nvidia"), "proxy": ("all", None),
+        "mooncake-master": ("all", None),
+    }  # fmt: skip
+    assert all(pod["imagePullSecrets"] == [{"name": "registry"}] for pod in pods(found).values())
+    assert {pod["serviceAccountName"] for pod in pods(render("--set", "serviceAccountName=all")).values()} == {"all"}
+    assert [problem for document in found.values() for problem in schema_problems(document)] == []
+
+
+@pytest.mark.parametrize("client_ca", [None, "/etc/kvtier/tls/ca.crt"])
+def test_chart_proxy_with_a_certificate_is_probed_by_https(client_ca):
+    """kubelet has no certificate: where clients need one, it only connects."""
+    config = {"tls_cert_file": "/etc/kvtier/tls/tls.crt", "tls_key_file": "/etc/kvtier/tls/tls.key"}
+    config |= {"tls_client_ca_file": client_ca} if client_ca else {}
+    volume = {"name": "tls", "secret": {"secretName": "proxy-tls", "defaultMode": 0o400}}
+    mount = {"name": "tls", "mountPath": "/etc/kvtier/tls", "readOnly": True}
+    values = {"config": config, "volumes": [volume], "volumeMounts": [mount]}
+    words = [word for name, value in values.items() for word in ("--set-json", f"proxy.{name}={json.dumps(value)}")]
+    found = render(*words)
+    (container,), volumes = pods(found)["proxy"]["containers"], pods(found)["proxy"]["volumes"]
+    probes = [container[kind] for kind in ("readinessProbe", "livenessProbe")]
+    wanted = [{"path": path, "port": "http", "scheme": "HTTPS"} for path in ("/ready", "/health")]
+    assert [probe.get("httpGet") for probe in probes] == ([None, None] if client_ca else wanted)
+    assert [probe.get("tcpSocket") for probe in probes] == ([{"port": "http"}] * 2 if client_ca else [None, None])
+    assert mount in container["volumeMounts"] and volume in volumes
+    assert found["Service", "proxy"]["spec"]["ports"] == [{"name": "http", "port": 443, "targetPort": "http"}]
+    assert [problem for document in found.values() for problem in schema_problems(document)] == []
+
+
 def test_chart_without_prefill_engines_has_decode_engines_alone():
     found = render("--set", "prefill.replicas=0")
     assert not [name for _, name in found if name == "prefill"]
@@ -298,6 +354,8 @@ WRONG = [
     ("mooncake.replicas=0", "/mooncake/replicas"),
     ("mooncake.master.external=http://x:1", "/mooncake/master/external"),
     ("mooncake.master.etcd=http://x:2379", "/mooncake/master/etcd"),
+    ("store.env[0].value=x", "/store/env"),
+    ("proxy.volumes=tls", "/proxy/volumes"),
 ]
 
 
