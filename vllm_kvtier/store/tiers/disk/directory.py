@@ -132,7 +132,7 @@ def _limit_to_room(files: Files, storage: Storage, nbytes: int) -> None:
     _, room = files.room(storage.file_fd, storage.folder, storage.left)
     if room < nbytes and storage.writable:
         storage.capacity = data_pages(room)
-        reason = f" ({size_text(storage.left)} stay free for others)" if storage.left else ""
+        reason = " beside what stays free for others" if storage.left else ""
         text = f"it may take {size_text(room)} of its {size_text(nbytes)}: its file system has no more room"
         storage.notes.append(text + reason)
 

@@ -61,13 +61,14 @@ class Files:
         return int(LEFT_SHARE * (found.f_blocks - found.f_bfree + found.f_bavail)) * found.f_frsize
 
     def room(self, fd: int, folder: str, left: int) -> tuple[int, int]:
-        """Bytes of the file system that the tier in ``folder`` has, and that it may have if ``left`` stay free. ``fd``:
-        of a file in it. Of a directory's quota (ext4, XFS) only the folder's numbers know."""
+        """Bytes of the file system that the tier in ``folder`` has, and that it may have if ``left`` stay free, or half
+        of what others do not use, if that is less. ``fd``: of a file in it. Of a directory's quota (ext4, XFS) only the
+        folder's numbers know."""
         found = os.statvfs(folder)
-        free = found.f_bavail * found.f_frsize - left if found.f_blocks else sys.maxsize
         own = [name for name in self.names(folder) if name.startswith(("slots", "journal."))]
         has = sum(os.lstat(os.path.join(folder, name)).st_blocks * 512 for name in own)
-        return has, max(0, has + min(free, _quota_left(fd)))
+        most = has + found.f_bavail * found.f_frsize if found.f_blocks else sys.maxsize
+        return has, max(0, min(most - min(left, most // 2), has + _quota_left(fd)))
 
     def truncate(self, fd: int, nbytes: int) -> None:
         os.ftruncate(fd, nbytes)
