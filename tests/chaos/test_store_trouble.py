@@ -192,8 +192,7 @@ def test_full_file_system_keeps_what_fits_and_reports_cause(store, small, preall
     store.await_tiers = False
     store.start(f"--disk-path={small / 'disk'}", *ALL)
     with Engine(store) as engine:
-        eventually(lambda: store.disk().state != "opening", 10)
-        assert sum(engine.find(block_hashes) for block_hashes in PREFIXES) > 32
+        eventually(lambda: sum(engine.find(block_hashes) for block_hashes in PREFIXES) > 32, 20)
 
 
 def test_read_only_file_system_serves_reads(store, small):
