@@ -224,7 +224,8 @@ def play_round(args: argparse.Namespace, bidirectional: bool, logs: Path) -> lis
     extra["store"] = "off"  # so that the prefill engine pulls, instead of loading from it
     p = engine(args, f"P-{word}", P_BLOCKS, args.gpus[:1], extra, logs)
     d = engine(args, f"D-{word}", D_BLOCKS, args.gpus[-1:], extra, logs)
-    flags = [] if bidirectional else ["--no-bidirectional"]
+    flags = ["--min-prefill-chars", "0"]  # the first turn is short
+    flags += [] if bidirectional else ["--no-bidirectional"]
     front = proxy([p], [d], name=f"proxy-{word}", args=flags, log_dir=logs)
     try:
         bring_up([p, d], "P and D")

@@ -341,6 +341,7 @@ async def _disconnected(request: Request) -> None:
 class Cluster:
     """``p``, ``d`` and ``pooling`` engines, the proxy, and its client; ``released`` gets the released exports.
 
+    Short prompts are prefilled, too, as those of most tests are short: ``min_prefill_chars`` is 0, not its default.
     ``probe_on_start``: the proxy probes the engines at its start. ``kv``: (host, port) of all decode engines'
     endpoints, as in the operator's options. ``real_release``: releases are sent to the endpoints that the engines name.
     ``engine``: options of all engines.
@@ -351,7 +352,8 @@ class Cluster:
         self.d = [FakeEngine(f"D{i}") for i in range(d)]
         self.pooling = [FakeEngine(f"E{i}") for i in range(pooling)]
         self.released: asyncio.Queue[Any] = asyncio.Queue()
-        self._options = {"backoff_initial": 0.02, "backoff_max": 0.1, "connect_timeout": 20.0} | options
+        defaults = {"backoff_initial": 0.02, "backoff_max": 0.1, "connect_timeout": 20.0, "min_prefill_chars": 0}
+        self._options = defaults | options
         self._kv = self._options.pop("kv", None)
         self._real_release = self._options.pop("real_release", False)
         self._probe_on_start = self._options.pop("probe_on_start", False)

@@ -189,7 +189,7 @@ async def test_proxy_sends_requests_to_both_engines(pair, driver, make_proxy, fa
     p, d = pair
     rng = random.Random("proxy")
     with make_proxy([p], [d], args=["--max-followed-prefills", "16"]) as proxy:
-        for prompt, tokens in ((random_tokens(rng, 40), 0), (random_tokens(rng, 2000), 1000)):
+        for prompt, tokens in ((random_tokens(rng, 100), 0), (random_tokens(rng, 2000), 1000)):
             early = await read_early(driver, d)
             faults.set(hold_behind=1500)
             asked = asyncio.create_task(driver.ask(proxy, prompt))

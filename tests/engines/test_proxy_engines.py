@@ -15,7 +15,7 @@ BLOCK = 32
 @pytest.fixture
 def client(fleet, make_proxy):
     """A client of a proxy whose decode engine computes short prompts."""
-    with make_proxy([fleet.prefill], [fleet.decode], args=["--min-prefill-chars", "300"]) as proxy:
+    with make_proxy([fleet.prefill], [fleet.decode]) as proxy:
         with httpx.Client(base_url=proxy.base_url, timeout=60) as client:
             yield client
 

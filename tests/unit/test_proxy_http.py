@@ -183,6 +183,16 @@ async def test_completions_that_are_prefilled_elsewhere(prompt, by_p):
         assert len(c.p[0].seen) == by_p != alone(c.d[0].seen[0])
 
 
+async def test_short_chat_with_a_picture_is_prefilled():
+    """Its address is short, its tokens are not."""
+    picture = {"type": "image_url", "image_url": {"url": "http://a/b.png"}}
+    async with Cluster(min_prefill_chars=256) as c:
+        for content, by_p in (("hello", 0), ([picture], 1)):
+            body = turn("") | {"messages": [{"role": "user", "content": content}]}
+            assert (await c.client.post("/v1/chat/completions", json=body)).status_code == 200
+            assert len(c.p[0].seen) == by_p
+
+
 async def test_decode_without_prefill_gets_conversation_sources():
     async with Cluster(p=0, d=2, affinity_slack=0) as c:
         await c.chat("u1")

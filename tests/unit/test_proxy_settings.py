@@ -356,8 +356,10 @@ async def test_proxy_example_script_runs(engines):
         assert line, "it ended"
     async with httpx.AsyncClient(trust_env=False) as client:
         url = line.decode().partition("running on ")[2].split()[0]
-        reply = await client.post(f"{url}/v1/chat/completions", json=turn("hello"))
+        for body in (turn("hello"), turn("hello " * 50)):
+            reply = await client.post(f"{url}/v1/chat/completions", json=body)
+            assert reply.json()["choices"][0]["text"] == engines[1].text(body, 0)
     process.kill()
     await process.communicate()
-    assert reply.json()["choices"][0]["text"] == engines[1].text(turn("hello"), 0)
-    assert len(engines[0].seen) == 1, "the prefill engine got its request"
+    (prefilled,) = engines[0].seen
+    assert prefilled.body["messages"] == body["messages"], "the decode engine computes short prompts itself"

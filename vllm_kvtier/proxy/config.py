@@ -138,8 +138,9 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     #: Name the decode engine that has the conversation to the prefill engine, which pulls from it (needs
     #: ``bidirectional`` in the engines).
     bidirectional: bool = True
-    #: Prompts with fewer characters are computed by the decode engine (a token counts as four characters).
-    min_prefill_chars: int = 0
+    #: Prompts with fewer characters are computed by the decode engine (a token counts as four characters; a prompt with
+    #: media is never short). 256: the engines' ``pull_threshold``, below which a decode engine computes in any case.
+    min_prefill_chars: int = 256
     #: Maximum number of requests at a decode engine whose prefill has not ended: they are sent to both engines at once,
     #: and the decode engine pulls what the prefill engine computes step by step. Further requests are sent to the
     #: decode engine when their prefill has ended; 0: all are.

@@ -155,7 +155,8 @@ class Generation(EngineRequest):
     async def _prefill_slot(self, deadline: float) -> EngineSlot | None:
         """A slot at a prefill engine; None if the request needs none. Raises QueueFull."""
         request, router = self._request, self._core.router
-        if not request.can_prefill_elsewhere or request.prompt_chars < self._config.min_prefill_chars:
+        short = request.prompt_chars < self._config.min_prefill_chars and not request.has_media
+        if short or not request.can_prefill_elsewhere:
             return None
         if not any(engine.usable for engine in self._core.prefill):
             return None
