@@ -141,10 +141,10 @@ def test_rank_decode_conversation_engine_then_load_then_unavailable():
     w = World()
     route = ConversationRoute((Holder(0, 0), Holder(1, 0)))
     held = [EngineSlot(w.d[0]) for _ in range(2)]
-    assert w.decodes(ONCE, route)[0] == 0
+    assert w.decodes(ONCE, route)[0] == w.decodes(NAMED, route)[0] == 0
     held.append(EngineSlot(w.d[0]))
     assert w.decodes(ONCE, route)[0] in (1, 2), "a crowd that only begins alike does not follow"
-    assert w.decodes(NAMED, route)[0] == 0
+    assert w.decodes(NAMED, route)[0] in (1, 2), "nor do many requests with one id"
     w.d[0].healthy = False
     assert w.decodes(NAMED, route)[0] == 1, "the older holder has most of it"
     assert w.decodes(NAMED, route)[-1] == 0

@@ -195,8 +195,8 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_conversations: int = 65536
     #: Time after which an unused route is dropped.
     conversation_ttl: float = 3600.0
-    #: A conversation recognised by its text (not by an id) moves to another decode engine if its own has so many more
-    #: requests under way (by weight) than the least busy one. The prefill engine can still pull from the old one.
+    #: A conversation moves to another decode engine if its own has more requests under way (by weight) than the least
+    #: busy one, by more than this. The prefill engine can still pull from the old one.
     affinity_slack: int = 16
     #: Maximum number of prompt pieces that are remembered with the engines that have seen them; about 250 bytes each.
     max_prefixes: int = 1 << 18

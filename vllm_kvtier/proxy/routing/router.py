@@ -74,12 +74,11 @@ class Router:
         share = _PULL_SHARE if prefilled else 1
         lacks = {engine for engine in engines if prompt.wants in engine.lacking}
         engines.sort(key=lambda e: (not e.healthy, e in lacks, *self._rank(e, expected(e).cost * share)))
-        named = prompt.name.explicit
-        keeps = named or self.policy.keeps_conversation(prompt, prefilled)
+        keeps = prompt.name.explicit or self.policy.keeps_conversation(prompt, prefilled)
         previous = self._previous_engine(prompt.name, route) if keeps else None
         if previous is not None and previous.usable and previous in engines and previous not in lacks:
             least = min(engine.load for engine in engines if engine.healthy and engine not in lacks)
-            if named or previous.load <= least + self.config.affinity_slack:
+            if previous.load <= least + self.config.affinity_slack:
                 engines.remove(previous)
                 engines.insert(0, previous)
         return engines

@@ -36,8 +36,8 @@ class RoutingPolicy(ABC):
         """What the prompt needs at an engine. The result is used for one decision, at once."""
 
     def keeps_conversation(self, prompt: Prompt, prefilled: bool) -> bool:
-        """Whether a conversation that the proxy recognises stays on its decode engine within ``affinity_slack``, as one
-        with an id does in any case. ``prefilled``: a prefill engine computes the prompt."""
+        """Whether a conversation without an id stays on its decode engine within ``affinity_slack``, as one with an id
+        does under any policy. ``prefilled``: a prefill engine computes the prompt."""
         return True
 
     def queued(self, engine: Engine, request_cost: int) -> float:
