@@ -16,6 +16,7 @@ from context_fakes import engine_of
 from store_support import BLOCK_PAGES, EVERYTHING, RawClient, items_of
 
 from vllm_kvtier.config import KVTierConfig
+from vllm_kvtier.proxy.metrics import PREFIX
 from vllm_kvtier.scheduler.admin.explain import spans_in_tokens, tier_source
 from vllm_kvtier.scheduler.leases.exports import ExportTable, LeaseKind
 from vllm_kvtier.scheduler.leases.lease_server import LeaseServer, LeaseServerEvents
@@ -166,6 +167,10 @@ METRICS = """# HELP vllm:kvtier_lookups_declined_total requests not pulled
 # TYPE vllm:cache_config_info gauge
 vllm:cache_config_info{block_size="16",enable_prefix_caching="True",num_gpu_blocks="100"} 1.0
 """
+
+
+# The beginning of the proxy's.
+PROXY_METRICS = f"# TYPE {PREFIX}queue gauge\n{PREFIX}queue 0.0\n"
 
 
 def counter(name: str, value: float, kind: str = "") -> str:

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from doctor_fakes import METRICS, FakeServer, counter
+from doctor_fakes import METRICS, PROXY_METRICS, FakeServer, counter
 from rich.console import Console
 from store_process import Store
 from store_support import RawClient, block_hashes_of, engine_hello
@@ -129,6 +129,11 @@ def test_top_shows_engines(store, server):
     line = next(line for line in text.splitlines() if f"127.0.0.1:{server.port}" in line)
     assert line.split()[1:4] == ["3", "2", "25%"]
     assert "127.0.0.1:9" in text and "no vLLM" in text, "one that does not answer says so"
+
+
+def test_top_says_that_a_proxy_is_no_engine():
+    text = drawn(*(Reading(at, None, "", {"http://p:1": Scrape(PROXY_METRICS)}) for at in (1.0, 2.0)))
+    assert "http://p:1 is `kvtier proxy`, not an engine" in text and "wait" not in text
 
 
 def test_top_shows_mean_cache_usage_of_data_parallel_ranks():

@@ -5,7 +5,7 @@ import socket
 
 import msgspec
 import pytest
-from doctor_fakes import METRICS, FakeEngine, FakeServer, changed, counter, geometry, ranks
+from doctor_fakes import METRICS, PROXY_METRICS, FakeEngine, FakeServer, changed, counter, geometry, ranks
 from peer_caches import Group, Layout, ranks_of
 from typer.testing import CliRunner
 
@@ -347,6 +347,11 @@ def test_doctor_server_without_connector_is_found(make):
     plain = "# TYPE vllm:prompt_tokens_total counter\nvllm:prompt_tokens_total 5.0\n"
     code, checks = doctor("--server", make(FakeServer, metrics=plain).url)
     assert code == 2 and "runs without the connector" in only(checks, "fail")["message"]
+
+
+def test_doctor_proxy_is_no_engine(make):
+    code, checks = doctor("--server", make(FakeServer, metrics=PROXY_METRICS).url)
+    assert code == 1 and "`kvtier proxy`, not an engine" in only(checks, "warn")["message"]
 
 
 def test_doctor_prefix_caching_off_is_found(make):

@@ -119,8 +119,9 @@ def _engines(now: Reading, rates: Rates, columns: int) -> RenderableType:
         table.add_column(name, justify="right", no_wrap=True)
     failed: list[Text] = []
     for url, scrape in now.engines.items():
-        if not isinstance(scrape, Scrape):
-            failed.append(Text(f" {scrape}", "yellow"))
+        if not isinstance(scrape, Scrape) or scrape.is_proxy:
+            proxy = f"{url} is `kvtier proxy`, not an engine: give the URLs of its engines"
+            failed.append(Text(f" {proxy if isinstance(scrape, Scrape) else scrape}", "yellow"))
             continue
 
         def per_second(name: str, url=url) -> float | None:

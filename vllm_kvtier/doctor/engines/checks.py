@@ -12,6 +12,7 @@ from vllm_kvtier.wire.auth import ClusterKey
 from vllm_kvtier.wire.messages import Inspection
 
 _FLAG = """start it with --kv-transfer-config '{"kv_connector":"KVTierConnector","kv_role":"kv_both"}'"""
+_PROXY = "give the URLs of its engines, which its /kvtier/state lists"
 _NO_ENDPOINT = {
     "closed": "is the engine up, and is this its endpoint? Its log says 'answers on HOST:PORT'; endpoint_port fixes it",
     "key needed": "give --cluster-key, the file of the engines' cluster_key_file",
@@ -107,6 +108,8 @@ def _endpoint(engine: Engine, key: ClusterKey | None, seconds: float) -> Iterato
 
 def _counters(name: str, metrics: Scrape) -> list[Check]:
     """Check an engine's ``/metrics`` for errors."""
+    if metrics.is_proxy:
+        return [warn(name, "this is `kvtier proxy`, not an engine: its engines were not checked", _PROXY)]
     if not metrics.has_connector:
         return [fail(name, "this engine runs without the connector: it has no vllm:kvtier counters", _FLAG)]
     return list(_counted_errors(name, metrics)) or [ok(name, "no errors counted")]

@@ -66,17 +66,19 @@ class Server:
 
 class Scrape:
     """A reading of ``/metrics``. ``values``: all samples except histogram buckets, summed over other labels than
-    ``kind``; ``series``: how many samples each sum has. ``has_connector``: whether the engine runs KVTierConnector.
+    ``kind``; ``series``: how many samples each sum has. ``has_connector``: whether the engine runs KVTierConnector;
+    ``is_proxy``: this is no engine, but `kvtier proxy`.
     ``cache``: labels of vLLM's cache_config_info."""
 
     def __init__(self, text: str):
         self.values: Metrics = {}
         self.series: Counter[tuple[str, str | None]] = Counter()
         self.cache: dict[str, str] = {}
-        self.has_connector = False
+        self.has_connector = self.is_proxy = False
         try:
             for family in text_string_to_metric_families(text):
                 self.has_connector |= family.name.startswith(PREFIX)
+                self.is_proxy |= family.name.startswith("kvtier_proxy_")
                 for sample in family.samples:
                     if family.name == "vllm:cache_config_info":
                         self.cache = dict(sample.labels)
