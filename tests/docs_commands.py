@@ -208,7 +208,7 @@ class Checker:
     def _kvtier(self, words: list[str]) -> None:
         files = ("--file", "--prompt", "--messages", "--compare-with", "--trace", "--cluster-key", "--machine")
         for word, before in zip(words, ["", *words], strict=False):
-            if before in files:
+            if before in (*files, "--salt-secret"):
                 self._there(word)
         group = kvtier_command()
         if words[0] == "--help":

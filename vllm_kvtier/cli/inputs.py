@@ -15,6 +15,7 @@ from vllm_kvtier.doctor.engines.server import Prompt, Server
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.proxy.messages.request_bodies import ClientRequest, Route
 from vllm_kvtier.proxy.messages.tokenization import tokenize_body
+from vllm_kvtier.proxy.tenants import Tenants
 from vllm_kvtier.renamed import warn
 
 _Value = TypeVar("_Value")
@@ -22,6 +23,23 @@ _TOKENIZE_SECONDS = 60.0
 
 ServerUrl = Annotated[str, typer.Option("--server", help="A vLLM server, http://HOST:PORT: tokenizes the prompt.")]
 Salt = Annotated[str, typer.Option("--cache-salt", help="The cache_salt that requests with this prompt carry.")]
+SaltSecret = Annotated[
+    Path | None,
+    typer.Option(
+        "--salt-secret",
+        help="The prompt came through `kvtier proxy`, which salts every request: the proxy's salt_secret_file, or its "
+        "cluster_key_file if it has none.",
+        exists=True, dir_okay=False,
+    ),
+]  # fmt: skip
+Tenant = Annotated[
+    str,
+    typer.Option(
+        "--tenant",
+        help="With --salt-secret, the client: key:NAME of the proxy's api_keys_file, header:NAME as its X-Tenant, or "
+        "bearer:FILE with the token that it sends to engines. Default: a client without any.",
+    ),
+]
 StoreName = Annotated[str, typer.Option("--name", help="Name of the store, if a node has several.")]
 StoreSocket = Annotated[str | None, typer.Option("--socket", help="The store's socket; default: derived from --name.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")]
@@ -68,6 +86,22 @@ def read_file(file: Path, chat: bool) -> Prompt:
 def tokenize(server: str, prompt: Prompt) -> list[int]:
     """Token ids as the server's completions or chats have them. Raises KVTierError with the server's message."""
     return Server(server, _TOKENIZE_SECONDS).tokenize(prompt)
+
+
+def salt_of(cache_salt: str, secret: Path | None, tenant: str) -> str:
+    """The salt that engines see: with ``secret`` what the proxy makes of the tenant and of the request's own salt."""
+    if secret is None:
+        if tenant:
+            raise typer.BadParameter("needs --salt-secret", param_hint="--tenant")
+        return cache_salt
+    kind, _, name = tenant.partition(":")
+    if tenant and (kind not in ("key", "header", "bearer") or not name):
+        raise typer.BadParameter("write key:NAME, header:NAME or bearer:FILE", param_hint="--tenant")
+    headers = {"x-tenant": name} if kind == "header" else {}
+    if kind == "bearer":
+        headers["authorization"] = f"Bearer {read_file(Path(name), chat=False)}"
+    tenants = Tenants.from_file(str(secret), trust_header=True)
+    return tenants.salt(tenants.identify(headers, name if kind == "key" else None), cache_salt or None)
 
 
 def either(new: _Value | None, old: _Value | None, new_flag: str, old_flag: str) -> _Value | None:

@@ -36,6 +36,8 @@ def inspect(
     prompt: inputs.PromptFile = None,
     messages: inputs.MessagesFile = None,
     cache_salt: inputs.Salt = "",
+    salt_secret: inputs.SaltSecret = None,
+    tenant: inputs.Tenant = "",
     adapter: Adapter = "",
     cluster_key: inputs.Key = None,
     as_json: inputs.AsJson = False,
@@ -52,7 +54,8 @@ def inspect(
             raise typer.BadParameter("give --prompt or --messages")
         key = ClusterKey.load(str(cluster_key)) if cluster_key else None
         tokens = inputs.tokenize(server, text)
-        engines = [(address, look_up(address, tokens, cache_salt, adapter, key)) for address in endpoint]
+        salt = inputs.salt_of(cache_salt, salt_secret, tenant)
+        engines = [(address, look_up(address, tokens, salt, adapter, key)) for address in endpoint]
     if as_json:
         answers = [as_object(address, found) for address, found in engines]
         print(json.dumps({"prompt_tokens": len(tokens), "engines": answers}))
@@ -105,7 +108,8 @@ def show(address: str, found: Explanation | str, console: Console) -> None:
     table.add_column("tokens", justify="right", no_wrap=True)
     if bar >= _MIN_BAR_CHARS:
         table.add_column("of the prompt", no_wrap=True)
-    for tier, tokens, note in _tiers(found):
+    tiers = list(_tiers(found))
+    for tier, tokens, note in tiers:
         full = round(bar * min(1.0, (tokens or 0) / found.prompt)) if found.prompt else 0
         drawn = Text.assemble(("█" * full, "green"), ("░" * (bar - full), "dim"))
         cells = Text(tier), "?" if tokens is None else f"{tokens:,}", Text(note, style="yellow") if note else drawn
@@ -113,6 +117,8 @@ def show(address: str, found: Explanation | str, console: Console) -> None:
     console.print(table)
     for line in _missing(found):
         console.print(line, soft_wrap=True)
+    if not any(tokens for _, tokens, _ in tiers):
+        console.print(Text(f"  ({removal_text.ABOUT_SALTS})", style="dim"), soft_wrap=True)
     for each in found.load_decisions:
         console.print(f"  it would {removal_text.decision(each)}", soft_wrap=True, markup=False)
     if found.problem:

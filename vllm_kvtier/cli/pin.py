@@ -12,6 +12,7 @@ import typer
 
 from vllm_kvtier.cli import inputs
 from vllm_kvtier.doctor.engines.endpoint import parse_address
+from vllm_kvtier.doctor.removal_text import ABOUT_SALTS
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.wire.auth import ClusterKey
 from vllm_kvtier.wire.client import AsyncEndpointClient, PeerRefused
@@ -26,6 +27,7 @@ File = Annotated[Path | None, typer.Option("--file", help="A file with the text.
 _NOT_STORED = (
     "none of its {} tokens is in the store's memory. Is it the prompt as requests have it: a chat's with --messages "
     "(its template adds tokens), with its --cache-salt? `kvtier inspect` with the same prompt shows what each tier has"
+    f"; {ABOUT_SALTS}"
 )
 
 
@@ -60,6 +62,8 @@ def _command(pinned: bool | None, done: str, text: str) -> Callable[..., None]:
         file: File = None,
         messages: inputs.MessagesFile = None,
         cache_salt: inputs.Salt = "",
+        salt_secret: inputs.SaltSecret = None,
+        tenant: inputs.Tenant = "",
         cluster_key: inputs.Key = None,
     ) -> None:
         if sum(given is not None for given in (prompt, file, messages)) != 1:
@@ -68,7 +72,8 @@ def _command(pinned: bool | None, done: str, text: str) -> Callable[..., None]:
             asked = prompt if prompt is not None else inputs.read_prompt(file, messages)
             assert asked is not None
             tokens = inputs.tokenize(server, asked)
-            blocks = asyncio.run(_request(endpoint, tokens, cache_salt, pinned, cluster_key))
+            salt = inputs.salt_of(cache_salt, salt_secret, tenant)
+            blocks = asyncio.run(_request(endpoint, tokens, salt, pinned, cluster_key))
         typer.echo(f"{blocks} blocks of {len(tokens)} tokens are {done}")
 
     run.__doc__ = text

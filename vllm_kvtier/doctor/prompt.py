@@ -162,6 +162,7 @@ def _store(here: Found, whole: int, counts: Counts | None) -> Iterator[Check]:
     if not here.engine.inspection.store:
         message = "this engine uses no node store, and its own prefix cache has no more of it"
         fix = "leave store at its default (auto), and see the engine's log for why it has none"
+        fix += "" if here.tokens else f"; {removal_text.ABOUT_SALTS}"
         yield warn(here.name, message + (f": {found.problem}" if found.problem else ""), fix)
         return
     if counts is not None and counts.instance != here.engine.inspection.store:

@@ -8,6 +8,8 @@ from vllm_kvtier.wire.messages import ExplainedSpan, Explanation, LoadEstimate
 
 _SPACE = "a larger store_size or a disk (store_disk_path) keeps more; `kvtier pin` keeps this prompt"
 _NONE = "no action needed; "
+#: Of a prompt that is not found at all.
+ABOUT_SALTS = "if it came through `kvtier proxy`, give --salt-secret and --tenant: the proxy salts every request"
 
 
 class Cause(NamedTuple):
@@ -53,7 +55,7 @@ CAUSES = {
     0: Cause(
         "never stored", "no engine that shares with this one has stored a prompt with this prefix {since}",
         "compare it with the prompt that should have the same prefix (--compare-with): one different character at the "
-        "beginning is enough",
+        f"beginning is enough; {ABOUT_SALTS}",
     ),
 }  # fmt: skip
 NEVER_STORED = "never_stored"
