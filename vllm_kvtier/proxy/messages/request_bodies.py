@@ -19,7 +19,8 @@ from vllm_kvtier.proxy.messages.transfer_params import UNREADABLE
 # ``vllm_xargs``, whose content it gives to the connector.
 _TRANSFER_FIELDS = ("kv_transfer_params", "ec_transfer_params")
 
-# Fields that request more than the one token of the prefill engine, or output that is not used.
+# Fields that request more than the one token of the prefill engine, or output that is not used. Those that constrain
+# the answer stay: vLLM also renders tools, tool_choice and response_format into prompts (Kimi K3's).
 _NOT_FOR_PREFILL = (
     "stream_options",
     "min_tokens",
