@@ -144,7 +144,8 @@ def evict_uncomputed(scheduler: Any, containment: Containment) -> None:
     without it then, but the blocks that it was to fill have been in the prefix cache since they were allocated, and
     other requests, or the same one again, would take them for computed. Does nothing for another policy, and for a
     scheduler of the user's own that preempts in another way."""
-    if scheduler.policy.name != "PRIORITY" or not hasattr(scheduler, "_preempt_request"):
+    known = all(hasattr(scheduler, name) for name in ("policy", "kv_cache_manager", "_preempt_request"))
+    if not known or scheduler.policy.name != "PRIORITY":
         return
     preempt, manager = scheduler._preempt_request, scheduler.kv_cache_manager
 
