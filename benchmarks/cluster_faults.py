@@ -1,27 +1,31 @@
-"""Engines on three nodes that share what they computed, while nodes are killed, stopped, cut off and slowed at random.
+"""A trace played on three nodes that share KV, while nodes are killed, stopped, cut off and slowed at random.
 
-    python benchmarks/cluster_faults.py [--seconds 150] [--out benchmarks/results/cluster_faults.json]
-    python benchmarks/cluster_faults.py --kinds mooncake --faults "master kill" kill      # only these
+    python benchmarks/cluster_faults.py [--seed 24] [--out benchmarks/results/cluster_faults.json]
 
-Each node has a store in a network namespace (clusters.py) and an engine. Conversations that grow are asked at nodes
-drawn at random, one request at a time at each; each engine's prefix cache is emptied before each, so that what is not
-computed comes from its node's store or another node. Meanwhile a node, or Mooncake's master, is drawn every --every
-seconds and gets a fault of --fault seconds:
+Each node has a store in a network namespace (clusters.py) and an engine. Requests of a trace in Mooncake's format,
+whole sessions drawn at random, are asked in its order, its times compressed to --seconds, at whichever node is free,
+one at a time at each; each engine's prefix cache is emptied before each, so that what is not computed comes from its
+node's store or another node. Meanwhile, --every seconds after the last fault, a node or Mooncake's master gets one of
+--fault seconds:
 
-  kill   its engine and its store, which are started again at the fault's end
-  stop   its store is stopped (SIGSTOP), as when a machine hangs; the engine goes on
-  cut    its cable is pulled
-  slow   its store runs a tenth of the time
+  kill          its engine and its store, which are started again; meanwhile other faults go on
+  store kill    its store, which is started again; the engine goes on
+  stop          its store is stopped (SIGSTOP), as when a machine hangs; the engine goes on
+  cut           its cable is pulled
+  slow          its store runs a tenth of the time
+  slow network  its cable carries --rate each way, with a queue of 100 ms
   master kill, master stop   (Mooncake)
 
-Each question is for a code of five digits from the conversation's first turn, which this model repeats exactly: an
-answer without it is wrong. Conversations that the model gets wrong when it computes all are left out. Where earlier
-turns were before a question, by the nodes that have been asked for them and were not killed since: *here*, *others* (a
-healthy other node), *faulty* (others, all of them under a fault), *nowhere*; ``brought``: the share of those turns'
-tokens that the connector brought. Needs root, for the namespaces. Ten minutes on two cores.
+A block of the trace is a message with two codes of five digits (about 37 tokens for 512: prompts are 14 times shorter,
+and cut at BLOCKS). What is asked is one of the codes, which this model repeats: an answer without it is wrong. Requests
+that the model gets wrong when it computes all are left out. ``brought``: of the tokens of blocks asked for before, the
+share that the connector brought, by the nodes that had been asked for them and were not killed since: *here* this one,
+else *others* (a healthy one; *before master kill*: and Mooncake's master was killed later), else *faulty* ones, else
+*killed* only. Needs root, for the namespaces. Ten minutes on two cores.
 """
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -35,49 +39,72 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import clusters
 import httpx
 import netns
 from engine_client import SYSTEM, facts, question, told
-from transformers import AutoTokenizer
+from replay import trace
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from vllm_kvtier.devtools.clients import Answer, PromptTokens, complete, prompt_tokens
 from vllm_kvtier.devtools.engines import Engine, kvtier
 
 MODEL = Path(__file__).resolve().parent.parent / "models/recall-6m"
-NODES, TURNS, CODES, ANSWER = 3, 4, 12, 24  # codes of a turn, tokens of an answer
+SAMPLE = Path(__file__).resolve().parent / "replay/data/conversation_sample.jsonl"
+NODES, BLOCKS, ANSWER = 3, 48, 24  # blocks of the trace in a prompt, tokens of an answer
 BLOCK = 32  # tokens, of vLLM on CPUs
-FAULTS = ["kill", "stop", "cut", "slow", "master kill", "master stop"]
+POOL = 512 << 20  # bytes of a store: all that is asked fits
+FAULTS = ["kill", "store kill", "stop", "cut", "slow", "slow network", "master kill", "master stop"]
 
 
-class Conversation:
-    """``asked``: how many turns each node has been asked for since it was last killed."""
+class Prompt:
+    """``ids``: of the trace's blocks; ``ends[i]``: tokens of the first ``i`` of them, in whole blocks of vLLM's;
+    ``due``: seconds after the run's beginning."""
 
-    def __init__(self, rng: random.Random, tokenizer: Any):
-        codes: dict[str, str] = {}
-        while len(codes) < TURNS * CODES:
-            codes |= facts(rng, 1)
-        names, messages, ends = list(codes), [SYSTEM], []
-        self.code, self.prompts = codes[names[0]], []
-        for turn in range(TURNS):
-            told_codes = told({name: codes[name] for name in names[turn * CODES : (turn + 1) * CODES]})
-            messages += [{"role": "user", "content": told_codes}, {"role": "assistant", "content": "OK."}]
-            ends.append(len(self._ids(tokenizer, messages, False)))
-            asks = {"role": "user", "content": question(names[0])}
-            self.prompts.append(self._ids(tokenizer, [*messages, asks], True))
-        self.shared = [0, *(end // BLOCK * BLOCK for end in ends)]  # tokens in whole blocks, by turns
-        self.asked: Counter[int] = Counter()
+    def __init__(self, request: trace.Request, due: float, seed: int, tokenizer: PreTrainedTokenizerBase):
+        self.due, self.ids = due, request.ids[:BLOCKS]
+        told_codes = [facts(random.Random(f"{seed} {each}"), 2) for each in self.ids]
+        messages, ends = [SYSTEM], [0]
+        for codes in told_codes:
+            messages += [{"role": "user", "content": told(codes)}, {"role": "assistant", "content": "OK."}]
+            ends.append(len(self._tokens(tokenizer, messages, False)))
+        self.ends = [end // BLOCK * BLOCK for end in ends]
+        named = Counter(name for codes in told_codes for name in codes)
+        once = [pair for codes in told_codes for pair in codes.items() if named[pair[0]] == 1]
+        name, self.code = random.Random(f"{seed} {self.ids}").choice(once)
+        self.tokens = self._tokens(tokenizer, [*messages, {"role": "user", "content": question(name)}], True)
 
     @staticmethod
-    def _ids(tokenizer: Any, messages: list[dict[str, str]], generate: bool) -> list[int]:
+    def _tokens(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], generate: bool) -> list[int]:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generate)
         return tokenizer.encode(text, add_special_tokens=False)
 
+    def known(self, ids: set[int]) -> int:
+        """Of its first blocks, how many are among them."""
+        return sum(1 for _ in itertools.takewhile(ids.__contains__, self.ids))
+
+
+def prompts_of(options: argparse.Namespace, folder: Path) -> list[Prompt]:
+    """Those that the model gets right when it computes all."""
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    requests = trace.sample(trace.read(options.trace), options.requests, options.seed)
+    pace = options.seconds / requests[-1].time
+    prompts = [Prompt(each, each.time * pace, options.seed, tokenizer) for each in requests]
+    engine = Engine(MODEL, name="plain", max_model_len=2048, log_dir=folder)
+    try:
+        url = engine.start().wait_ready().base_url
+        with ThreadPoolExecutor(8) as pool:
+            answers = list(pool.map(lambda each: complete(url, each.tokens, max_tokens=ANSWER), prompts))
+    finally:
+        engine.kill()
+    return [each for each, answer in zip(prompts, answers, strict=True) if each.code in answer.text]
+
 
 class Run:
-    def __init__(self, cluster: clusters.Cluster, folder: Path, options: argparse.Namespace):
+    """``had``: the trace's blocks that each node has been asked for since its store was last killed."""
+
+    def __init__(self, cluster: clusters.Cluster, prompts: list[Prompt], folder: Path, options: argparse.Namespace):
         self.cluster, self.options, self.rng = cluster, options, random.Random(options.seed)
         self.engines = [
             Engine(
@@ -87,13 +114,17 @@ class Run:
             )
             for i, node in enumerate(cluster.nodes)
         ]  # fmt: skip
-        tokenizer = AutoTokenizer.from_pretrained(MODEL)
-        self.conversations = [Conversation(self.rng, tokenizer) for _ in range(options.conversations)]
+        self.prompts = iter(prompts)
+        self.had: list[set[int]] = [set() for _ in range(NODES)]
+        self.asked: set[int] = set()
+        self.before_master_kill: set[int] = set()
         self.faults: dict[int, str] = {}  # by node; NODES: the master
         self.down: set[int] = set()  # whose engine does not run
         self.lock = threading.Lock()
-        self.ends = 0.0
+        self.began = self.ends = 0.0
         self.rows: list[dict] = []
+        self.brought: dict[str, Counter[str]] = defaultdict(Counter)
+        self.cut_short = 0  # answers that a kill ended
         self.unexpected: list[str] = []
         self.history: list[dict] = []
 
@@ -112,71 +143,72 @@ class Run:
         answer = complete(url, prompt, max_tokens=ANSWER)
         return answer, prompt_tokens(url) - before
 
-    def choose(self) -> None:
-        """Leave out what the model gets wrong: computed, under a salt, so that it is not found later."""
-        url = self.engines[0].base_url
-
-        def is_right(conversation: Conversation) -> bool:
-            answers = [
-                complete(url, prompt, max_tokens=ANSWER, cache_salt=f"{id(conversation)} {turn}")
-                for turn, prompt in enumerate(conversation.prompts)
-            ]
-            return all(conversation.code in answer.text for answer in answers)
-
-        self.conversations = [each for each in self.conversations if is_right(each)]
-        for node in self.cluster.nodes:
-            node.forget()
-
     def play(self, node: int) -> None:
-        rng = random.Random(f"{self.options.seed} {node}")
         while time.monotonic() < self.ends:
-            if node in self.down:
-                time.sleep(0.2)
-                continue
             with self.lock:
-                ahead = [each for each in self.conversations if each.asked[node] < max(each.asked.values(), default=0)]
-                conversation = rng.choice(ahead if ahead and rng.random() < 0.5 else self.conversations)
-                seen = max(conversation.asked.values(), default=0)
-                turn = min(TURNS, seen + 1)
-                where, fault = self._where(node, conversation, turn), dict(self.faults)
+                prompt = next(self.prompts, None)
+            if prompt is None:
+                return
+            time.sleep(max(0.0, self.began + prompt.due - time.monotonic()))
+            while node in self.down:
+                time.sleep(0.2)
+            with self.lock:
+                known, faults = self._known(node, prompt), dict(self.faults)
             began = time.monotonic()
             try:
-                answer, tokens = self.ask(node, conversation.prompts[turn - 1])
+                answer, tokens = self.ask(node, prompt.tokens)
             except httpx.HTTPError as error:
-                if node not in self.down:
+                if "kill" in (faults.get(node), self.faults.get(node)):
+                    self.cut_short += 1
+                else:
                     self.unexpected.append(f"node {node}: {error!r}")
                 continue
             with self.lock:
-                if node not in self.down:
-                    conversation.asked[node] = max(turn, conversation.asked[node])
-                same_fault = fault == self.faults
-                earlier = conversation.shared[min(turn - 1, seen)]
+                if not any("kill" in each.get(node, "") for each in (faults, self.faults)):
+                    self.had[node].update(prompt.ids)
+                self.asked.update(prompt.ids)
+                self._count(prompt, known, tokens.pulled)
                 self.rows.append({
-                    "node": node, "turn": turn, "where": where, "seconds": time.monotonic() - began,
-                    "fault": "own" if node in fault else "another's" if fault else "none",
-                    "steady": same_fault, "right": conversation.code in answer.text,
-                    "earlier": earlier, "brought": min(tokens.pulled, earlier),
+                    "seconds": time.monotonic() - began, "right": prompt.code in answer.text,
+                    "whose": "own" if node in faults else "another's" if faults else "none",
+                    "faults": list(faults.values()) or ["none"],
                 })  # fmt: skip
 
-    def _where(self, node: int, conversation: Conversation, turn: int) -> str:
-        have = {each for each, turns in conversation.asked.items() if turns >= turn - 1 > 0}
-        if not have:
-            return "nowhere"
-        if node in have:
-            return "here"
-        return "others" if have - set(self.faults) else "faulty"
+    def _known(self, node: int, prompt: Prompt) -> list[tuple[str, int]]:
+        """Where its first blocks were asked for, and how many of them."""
+        others = [each for each in range(NODES) if each != node]
+        healthy = max((prompt.known(self.had[each]) for each in others if each not in self.faults), default=0)
+        faulty = max((prompt.known(self.had[each]) for each in others if each in self.faults), default=0)
+        forgotten = healthy and prompt.ids[healthy - 1] in self.before_master_kill
+        return [
+            ("here", prompt.known(self.had[node])), ("before master kill" if forgotten else "others", healthy),
+            ("faulty", faulty), ("killed", prompt.known(self.asked)),
+        ]  # fmt: skip
+
+    def _count(self, prompt: Prompt, known: list[tuple[str, int]], pulled: int) -> None:
+        begin = 0
+        for where, blocks in known:
+            end = max(begin, prompt.ends[blocks])
+            self.brought[where].update(tokens=end - begin, brought=min(max(pulled - begin, 0), end - begin))
+            begin = end
 
     # -- faults -------------------------------------------------------------------------------------------------------
 
-    def harm(self) -> None:
+    def harm(self, pool: ThreadPoolExecutor) -> None:
         has_master = self.cluster.master is not None
         kinds = [each for each in self.options.faults if has_master or not each.startswith("master")]
         queue: list[str] = []
-        while time.monotonic() + self.options.every < self.ends:
+        kills = []
+        while time.monotonic() + self.options.every + self.options.fault < self.ends:
             time.sleep(self.options.every)
             queue = queue or self.rng.sample(kinds, len(kinds))
-            what, node = queue.pop(), self.rng.randrange(NODES)
-            self._fault(what, NODES if what.startswith("master") else node)
+            what, free = queue.pop(), [each for each in range(NODES) if each not in self.faults]
+            if what != "kill":
+                self._fault(what, NODES if what.startswith("master") else self.rng.choice(free))
+            elif len(free) == NODES:  # one engine at a time: its start takes a minute
+                kills.append(pool.submit(self._fault, what, self.rng.choice(free)))
+        for each in kills:
+            each.result()
 
     def _fault(self, what: str, node: int) -> None:
         with self.lock:
@@ -187,22 +219,30 @@ class Run:
         healed = time.monotonic() - began
         with self.lock:
             del self.faults[node]
-        self.history.append({"fault": what, "node": node, "seconds": round(healed, 1)})
-        print(f"{self.cluster.kind}: {what} of {node}, {healed:.0f} s", flush=True)
+        at = round(began - self.began, 1)
+        self.history.append({"fault": what, "node": node, "at": at, "seconds": round(healed, 1)})
+        print(f"{self.cluster.kind}: {at:.0f} s: {what} of {node}, {healed:.1f} s", flush=True)
 
     def _kill(self, node: int) -> Callable[[float], None]:
         self.down.add(node)
         self.engines[node].kill()
+        start_store = self._store_kill(node)
+
+        def heal(until: float) -> None:
+            start_store(until)
+            self.engines[node].start().wait_ready()
+            self.down.discard(node)
+
+        return heal
+
+    def _store_kill(self, node: int) -> Callable[[float], None]:
         self.cluster.nodes[node].signal(signal.SIGKILL)
         with self.lock:
-            for conversation in self.conversations:
-                del conversation.asked[node]
+            self.had[node].clear()
 
         def heal(until: float) -> None:
             time.sleep(max(0.0, until - time.monotonic()))
             self.cluster.nodes[node].start()
-            self.engines[node].start().wait_ready()
-            self.down.discard(node)
 
         return heal
 
@@ -241,8 +281,19 @@ class Run:
 
         return heal
 
+    def _slow_network(self, node: int) -> Callable[[float], None]:
+        self.cluster.net.limit(node, self.options.rate)
+
+        def heal(until: float) -> None:
+            time.sleep(max(0.0, until - time.monotonic()))
+            self.cluster.net.limit(node, None)
+
+        return heal
+
     def _master_kill(self, _: int) -> Callable[[float], None]:
         self.cluster.master.kill()
+        with self.lock:
+            self.before_master_kill.update(self.asked)
 
         def heal(until: float) -> None:
             time.sleep(max(0.0, until - time.monotonic()))
@@ -262,24 +313,30 @@ class Run:
     # -- results ------------------------------------------------------------------------------------------------------
 
     def go(self) -> dict:
-        self.choose()
-        self.ends = time.monotonic() + self.options.seconds
-        with ThreadPoolExecutor(NODES + 1) as pool:
-            done = [pool.submit(self.play, node) for node in range(NODES)] + [pool.submit(self.harm)]
+        self.began = time.monotonic()
+        self.ends = self.began + self.options.seconds
+        with ThreadPoolExecutor(NODES + 2) as pool:
+            done = [pool.submit(self.play, node) for node in range(NODES)] + [pool.submit(self.harm, pool)]
             for each in done:
                 each.result()
         return {
-            "conversations": len(self.conversations), "requests": len(self.rows),
-            "wrong": sum(not row["right"] for row in self.rows),
-            "unexpected errors": self.unexpected, "faults": self.history,
-            "answer s": self._table("fault", self._seconds), "brought": self._table("where", self._brought),
+            "requests": len(self.rows), "wrong": sum(not row["right"] for row in self.rows),
+            "ended by a kill": self.cut_short, "unexpected errors": self.unexpected,
+            "faults": dict(Counter(each["fault"] for each in self.history)), "history": self.history,
+            "answer s": self._table(lambda row: [row["whose"]]),
+            "answer s, by fault": self._table(lambda row: row["faults"]),
+            "brought": {
+                where: {**each, "share": round(each["brought"] / each["tokens"], 3)}
+                for where, each in self.brought.items() if each["tokens"]
+            },
         }  # fmt: skip
 
-    def _table(self, by: str, summary: Callable[[list[dict]], dict]) -> dict[str, dict]:
+    def _table(self, names: Callable[[dict], list[str]]) -> dict[str, dict]:
         found = defaultdict(list)
         for row in self.rows:
-            found[row[by]].append(row)
-        return {name: summary(rows) for name, rows in sorted(found.items())}
+            for name in names(row):
+                found[name].append(row)
+        return {name: self._seconds(rows) for name, rows in sorted(found.items())}
 
     @staticmethod
     def _seconds(rows: list[dict]) -> dict:
@@ -288,12 +345,6 @@ class Run:
             "requests": len(rows), "median": round(statistics.median(seconds), 2), "longest": round(max(seconds), 2)
         }
 
-    @staticmethod
-    def _brought(rows: list[dict]) -> dict:
-        earlier = sum(row["earlier"] for row in rows)
-        share = round(sum(row["brought"] for row in rows) / earlier, 3) if earlier else None
-        return {"requests": len(rows), "tokens": earlier, "share": share}
-
     def close(self) -> None:
         for engine in self.engines:
             engine.kill()
@@ -301,18 +352,23 @@ class Run:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=150.0)
-    parser.add_argument("--every", type=float, default=5.0, help="seconds between two faults")
-    parser.add_argument("--fault", type=float, default=10.0, help="seconds")
+    parser.add_argument("--trace", type=Path, default=SAMPLE, help="in Mooncake's format")
+    parser.add_argument("--requests", type=int, default=500, help="of the trace")
+    parser.add_argument("--seconds", type=float, default=180.0)
+    parser.add_argument("--every", type=float, default=1.5, help="seconds from a fault's end to the next one")
+    parser.add_argument("--fault", type=float, default=4.0, help="seconds")
     parser.add_argument("--faults", nargs="+", default=FAULTS, choices=FAULTS, metavar="FAULT", help=", ".join(FAULTS))
-    parser.add_argument("--conversations", type=int, default=36)
+    parser.add_argument("--rate", default="20mbit", help="of a slow network, in tc's words")
     parser.add_argument("--seed", type=int, default=24)
     options = clusters.parse(parser)
     results = {}
+    with tempfile.TemporaryDirectory() as folder:
+        prompts = prompts_of(options, Path(folder))
+    print(f"{len(prompts)} requests, {sum(len(each.tokens) for each in prompts)} tokens", flush=True)
     for kind in options.kinds:
         with tempfile.TemporaryDirectory() as folder, netns.NetnsStar(NODES) as net:
-            cluster = clusters.Cluster(kind, Path(folder), net)
-            run = Run(cluster, Path(folder), options)
+            cluster = clusters.Cluster(kind, Path(folder), net, POOL)
+            run = Run(cluster, prompts, Path(folder), options)
             try:
                 run.start()
                 results[kind] = run.go()

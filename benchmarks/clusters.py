@@ -72,16 +72,16 @@ def store_options(
 class Node:
     """A store in a namespace, and this program's connection to it."""
 
-    def __init__(self, folder: Path, before: list[str], options: list[str]):
+    def __init__(self, folder: Path, before: list[str], options: list[str], size: int):
         folder.mkdir()
-        self.store, self._options = Store(folder, before, {"UCX_TLS": "tcp"}), options
+        self.store, self._options, self._size = Store(folder, before, {"UCX_TLS": "tcp"}), options, size
         self.start()
 
     def start(self) -> None:
-        self.store.start(f"--size={POOL}", "--log-level=warning", *self._options)
-        until(lambda: self._tool(lambda tool: tool.stat().index.ready_pages * m.PAGE >= POOL))
+        self.store.start(f"--size={self._size}", "--log-level=warning", *self._options)
+        until(lambda: self._tool(lambda tool: tool.stat().index.ready_pages * m.PAGE >= self._size))
         self.engine = RawClient(self.store.path, engine_hello(pages=PAGES), GIVE_UP)
-        self.pool = PoolMapping(os.dup(self.engine.fds[0]), POOL, "here")
+        self.pool = PoolMapping(os.dup(self.engine.fds[0]), self._size, "here")
 
     def pids(self) -> list[int]:
         """Of the store and its tier processes."""
@@ -149,7 +149,9 @@ def until(condition: Callable[[], object], seconds: float = GIVE_UP) -> float | 
 
 
 class Cluster:
-    def __init__(self, kind: str, folder: Path, net: netns.NetnsStar):
+    """``size``: bytes of a store."""
+
+    def __init__(self, kind: str, folder: Path, net: netns.NetnsStar, size: int = POOL):
         self.kind, self.net = kind, net
         self.master = mooncake_master.Master(net.addresses[-1], net.before(3)) if kind == "mooncake" else None
         if self.master is not None:
@@ -157,7 +159,7 @@ class Cluster:
         key = folder / "key"
         ClusterKey.create(str(key))
         options = [store_options(net, 3, i, key, self.master, 6 * POOL) for i in range(3)]
-        self.nodes = [Node(folder / str(i), net.before(i), options[i]) for i in range(3)]
+        self.nodes = [Node(folder / str(i), net.before(i), options[i], size) for i in range(3)]
         for name in ("warm", "up"):  # connections
             self.write(self.nodes[0], block_hashes_of((4, name)))
             for node in self.nodes[1:]:

@@ -115,6 +115,13 @@ class NetnsStar:
         """Pull the cable out of the switch, or put it back: packets are lost, and connections stay open."""
         self._run("-n", self.names[-1], "link", "set", f"port{node}", "up" if up else "down")
 
+    def limit(self, node: int, rate: str | None) -> None:
+        """Let the cable carry ``rate`` (tc's words: 10mbit) each way, with a queue of 100 ms. None: as ever."""
+        shape = ["tbf", "rate", rate, "burst", "64kb", "latency", "100ms"] if rate else []
+        for name, device in (self.names[node], "kvtier0"), (self.names[-1], f"port{node}"):
+            tc = ["tc", "qdisc", "replace" if rate else "del", "dev", device, "root", *shape]
+            self._run("netns", "exec", name, *tc)
+
     def _is_up(self, name: str) -> bool:
         shown = self._run("-n", name, "link", "show", "kvtier0")
         return "LOWER_UP" in shown and "state UP" in shown
