@@ -359,7 +359,7 @@ def _impossible(config: KVTierConfig):
         yield f"model_fingerprint has {len(config.model_fingerprint or '')} characters; at most {MAX_FINGERPRINT}."
     if len(set(config.nixl_backends)) < len(config.nixl_backends):
         yield f"nixl_backends {list(config.nixl_backends)} names a backend twice: name each once."
-    if config.store not in ("auto", "off") and "/" not in config.store:
+    if config.store not in ("auto", "off") and "/" not in config.store and not config.store.endswith(".sock"):
         yield f'store {config.store!r} must be "auto", "off" or the path of a socket, such as /run/kvtier/store.sock.'
 
 

@@ -1,6 +1,7 @@
 """The disk tier's journal and table by themselves, and a tier process opened on what was damaged, exchanged or in
 use."""
 
+import errno
 import os
 import random
 import shutil
@@ -352,7 +353,10 @@ def test_disk_knows_the_room_of_its_file_system(tmp_path, monkeypatch):
     assert 0 <= has - (8 << 20) < 1 << 16 and room == has + 5 * 4096  # and of what describes it
     assert FILES.left_to_others(folder) == 4096, "a fifth of the nine that df adds up: two are root's"
     assert FILES.room(fd, folder, 7 * 4096) == (has, has - 2 * 4096), "it gives back of what it has"
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     assert FILES.room(fd, folder, 1 << 30) == (has, room - room // 2), "never more than half of what others do not use"
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    assert FILES.room(fd, folder, 1 << 30) == (has, 0), "kubelet evicts pods by what is free"
     numbers[folder] = SimpleNamespace(f_blocks=0, f_bfree=0, f_bavail=0, f_frsize=0)
     assert FILES.room(fd, folder, FILES.left_to_others(folder))[1] > 1 << 60  # some file systems do not say
 
@@ -365,6 +369,27 @@ def test_disk_knows_the_room_of_its_file_system(tmp_path, monkeypatch):
     monkeypatch.setattr(file_ops._libc, "syscall", quotactl_fd)
     assert FILES.room(fd, folder, 0) == (has, has + (1 << 20) - 4096)
     os.close(fd)
+
+
+def test_disk_gives_way_on_a_full_file_system(tmp_path, pool):
+    """Where not even the journal can say so before."""
+    keep(pool, tmp_path, MOVES)
+
+    class FullFiles(SmallFiles):
+        shrunk = False
+
+        def truncate(self, fd, nbytes):
+            self.shrunk |= nbytes == 60 * PAGE
+            super().truncate(fd, nbytes)
+
+        def pwrite(self, fd, data, offset):
+            if not self.shrunk:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return super().pwrite(fd, data, offset)
+
+    storage = open_storage(FullFiles(), str(tmp_path), 4 << 20, preallocate=False, direct=False)
+    assert storage.writable and (tmp_path / "slots").stat().st_size == 60 * PAGE
+    storage.close(FILES)
 
 
 @pytest.mark.parametrize(("name", "share"), [("", 0.98), ("kvtier", 0.8 * 0.98)])
@@ -382,13 +407,14 @@ def test_mount_of_a_path_is_the_last_one_above_it(tmp_path):
     table.write_text(
         "21 1 8:1 / / rw - ext4 /dev/root rw\n"
         "22 21 8:2 / /nvme rw,noatime shared:5 - xfs /dev/nvme0n1 rw\n"
+        "24 21 8:2 / /tank rw - zfs tank rw\n"
         "23 21 8:1 /var/lib/kv /a\\040disk rw master:1 propagate_from:2 - ext4 /dev/root rw\n"
     )
     found = {path: mounts.mount_of(Path(path), table) for path in ("/nvme/x", "/nvmes", "/a disk/x")}
     assert [each.kind for each in found.values()] == ["xfs", "ext4", "ext4"]
     assert [str(each.point) for each in found.values()] == ["/nvme", "/", "/a disk"]
-    own = [mounts.has_own(Path(path), table) for path in ("/nvme", "/nvme/x", "/a disk")]
-    assert own == [True, False, False], "a container's volume is a folder of the host's disk"
+    own = [mounts.has_own(Path(path), table) for path in ("/nvme", "/nvme/x", "/a disk", "/tank")]
+    assert own == [True, False, False, False], "a container's volume is a folder of the host's disk"
     assert mounts.mount_of(Path("/x"), tmp_path / "none").kind == ""
 
 
@@ -396,7 +422,9 @@ def test_disk_whose_file_system_is_not_mounted_is_not_made_above(tmp_path, monke
     """After a reboot without its disk a tier filled the file system of the mount point."""
     table, fstab = tmp_path / "mountinfo", tmp_path / "fstab"
     root, nvme = "21 1 8:1 / / rw - ext4 /dev/root rw\n", "22 21 8:2 / /nvme rw - xfs /dev/nvme0n1 rw\n"
-    fstab.write_text("#/dev/x /old ext4\nLABEL=a / ext4 defaults\n/dev/nvme0n1 /nvme xfs nofail\n/swap none swap\n")
+    entries = ["#/dev/x /old ext4 defaults", "LABEL=a / ext4 defaults", "/dev/nvme0n1 /nvme xfs nofail"]
+    entries += ["/swap none swap sw", "  # entr\u00e9es", "\t/dev/usb /old ext4 rw,noauto", ""]
+    fstab.write_bytes("\n".join(entries).encode("latin-1"))
     for text, expected in ((root, Path("/nvme")), (root + nvme, None), ("", None)):
         table.write_text(text)
         assert mounts.unmounted(Path("/nvme/kvtier"), table, fstab) == expected

@@ -11,6 +11,7 @@ from support import make_request
 from tier_fakes import NAMESPACE, POOL, FakePending, described, group_view, make_tier
 
 from vllm_kvtier.config import KVTierConfig
+from vllm_kvtier.errors import ConfigError
 from vllm_kvtier.jobs.results import LoadResult
 from vllm_kvtier.scheduler.sources.node_store import _store_options
 from vllm_kvtier.store.client import Failed
@@ -465,3 +466,11 @@ def test_store_source_connection_id_is_zero_while_disconnected():
     assert engine.tier.session == 0
     engine.client.connect("life 1")
     assert engine.tier.session == 2
+
+
+def test_options_of_a_store_that_others_start_stop_no_engine():
+    """They have no effect, as with a DaemonSet's store."""
+    given = {"store_size": "0", "store_policy": "none"}
+    assert _store_options(KVTierConfig(store="/run/kvtier/store.sock", **given)) == StoreOptions()
+    with pytest.raises(ConfigError, match="option policy"):
+        _store_options(KVTierConfig(store_policy="none"))

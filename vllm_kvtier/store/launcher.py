@@ -132,7 +132,9 @@ FILES = ("AWS_CA_BUNDLE", "AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE", "GOO
 
 
 # Modules that a child must find where this process does: the package's, and those of others that it may need.
-_MODULES = ("vllm_kvtier", "msgspec", "numpy", "zmq", "vllm", "nixl", "obstore", "mooncake")
+_MODULES = (
+    "vllm_kvtier", "msgspec", "numpy", "zmq", "vllm", "nixl", "obstore", "mooncake", "prometheus_client", "botocore"
+)  # fmt: skip
 
 
 def package_environment() -> dict[str, str]:
@@ -167,10 +169,17 @@ def _search_path() -> list[str]:
     found = _found_by_child(os.environ.get("PYTHONPATH", ""))
     if all(os.path.realpath(origin) == found.get(name) for name, origin in ours.items()):
         return []
-    places = [os.path.abspath(each) for each in sys.path if os.path.exists(each) and not os.path.samefile(each, ".")]
+    places = [os.path.abspath(each) for each in sys.path if os.path.exists(each) and not _is_here(each)]
     package, standard = str(Path(vllm_kvtier.__file__).resolve().parents[1]), os.path.dirname(os.__file__)
     places = [*([] if package in map(os.path.realpath, places) else [package]), *places]
     return sorted(places, key=lambda place: place not in (standard, f"{standard}/lib-dynload"))
+
+
+def _is_here(folder: str) -> bool:
+    try:
+        return os.path.samefile(folder, ".")
+    except OSError:  # a current folder that this user may not search
+        return False
 
 
 @functools.cache

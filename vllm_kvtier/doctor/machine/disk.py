@@ -70,7 +70,7 @@ def _room(name: str, files: Files, fd: int, parent: Path, folder: Path, size: in
         fix = "give the directory to the user that runs the engines"
         return fail(name, f"{folder} cannot be listed: {error.strerror or error}", fix)
     message = f"room for {format_bytes(room)} of the {format_bytes(size)} that are configured"
-    message += f"; {format_bytes(left)}, or half of what is free, stay free for others" if left else ""
+    message += f"; {format_bytes(left)}, or half of what is free if that is less, stay free for others" if left else ""
     if parent != folder:
         message += f"; it would be made on the file system that is mounted at {mount_of(parent).point}"
     if room < size:

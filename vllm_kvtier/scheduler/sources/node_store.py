@@ -14,6 +14,7 @@ import numpy as np
 from msgspec import structs
 
 from vllm_kvtier.config import KVTierConfig
+from vllm_kvtier.errors import ConfigError
 from vllm_kvtier.jobs.results import LoadResult, Result
 from vllm_kvtier.jobs.transfer_jobs import LoadJob
 from vllm_kvtier.logs import get_logger
@@ -57,7 +58,12 @@ def _store_options(config: KVTierConfig) -> StoreOptions:
     given = {option.name: getattr(config, f"store_{option.name}", None) for option in fields(StoreOptions)}
     given |= {name: str(given[name]) for name in ("size", "disk_size", "object_size", "mooncake_segment")}
     given["cluster_key_file"] = config.cluster_key_file
-    return StoreOptions(**{name: value for name, value in given.items() if value is not None})
+    try:
+        return StoreOptions(**{name: value for name, value in given.items() if value is not None})
+    except ConfigError:
+        if config.store == "auto":
+            raise
+        return StoreOptions()  # they have no effect, which the log says
 
 
 class NodeStoreSource(StoreSource):

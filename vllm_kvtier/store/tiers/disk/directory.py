@@ -156,6 +156,8 @@ def _recover(files: Files, storage: Storage, preallocate: bool) -> None:
         storage.notes.append(f"it begins empty: {found.note}")
     if storage.writable:
         try:
+            if files.size(storage.file_fd) > storage.capacity * PAGE:  # first: a full file system has no room to log it
+                files.truncate(storage.file_fd, storage.capacity * PAGE)
             storage.journal = j.Journal(files, storage.folder, name, found)
             storage.journal.open()
             if len(found.positions):

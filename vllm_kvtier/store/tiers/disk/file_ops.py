@@ -62,13 +62,14 @@ class Files:
 
     def room(self, fd: int, folder: str, left: int) -> tuple[int, int]:
         """Bytes of the file system that the tier in ``folder`` has, and that it may have if ``left`` stay free, or half
-        of what others do not use, if that is less. ``fd``: of a file in it. Of a directory's quota (ext4, XFS) only the
-        folder's numbers know."""
+        of what others do not use, if that is less and no kubelet watches. ``fd``: of a file in it. Of a directory's
+        quota (ext4, XFS) only the folder's numbers know."""
         found = os.statvfs(folder)
         own = [name for name in self.names(folder) if name.startswith(("slots", "journal."))]
         has = sum(os.lstat(os.path.join(folder, name)).st_blocks * 512 for name in own)
         most = has + found.f_bavail * found.f_frsize if found.f_blocks else sys.maxsize
-        return has, max(0, min(most - min(left, most // 2), has + _quota_left(fd)))
+        kept = left if "KUBERNETES_SERVICE_HOST" in os.environ else min(left, most // 2)
+        return has, max(0, min(most - kept, has + _quota_left(fd)))
 
     def truncate(self, fd: int, nbytes: int) -> None:
         os.ftruncate(fd, nbytes)

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 TABLE, FSTAB = Path("/proc/self/mountinfo"), Path("/etc/fstab")
+SHARED = ("zfs", "bcachefs", "virtiofs", "9p", "nfs", "fuse.", "overlay")  # their room is not that of what is mounted
 
 
 class Mount(NamedTuple):
@@ -17,7 +18,7 @@ class Mount(NamedTuple):
 def mount_of(path: Path, table: Path = TABLE) -> Mount:
     """Where ``path``, which need not exist, is or would be; an unknown kind at "/" if the table cannot be read."""
     found, path = Mount(Path("/"), "", ""), path.resolve()
-    for line in _lines(table):
+    for line in filter(None, _lines(table)):
         columns, _, rest = (part.split() for part in line.partition(" - "))
         point = Path(_plain(columns[4]))
         if path.is_relative_to(point) and len(point.parts) >= len(found.point.parts):
@@ -28,21 +29,22 @@ def mount_of(path: Path, table: Path = TABLE) -> Mount:
 def has_own(path: Path, table: Path = TABLE) -> bool:
     """Whether a whole file system is mounted at ``path`` itself."""
     mount = mount_of(path, table)
-    return mount.root == "/" and mount.point == path.resolve()
+    return mount.root == "/" and not mount.kind.startswith(SHARED) and mount.point == path.resolve()
 
 
 def unmounted(path: Path, table: Path = TABLE, fstab: Path = FSTAB) -> Path | None:
     """A folder above ``path`` where a file system should be mounted, by ``fstab``, and none is."""
     path, mount = path.resolve(), mount_of(path, table)
-    entries = (line.split() for line in _lines(fstab) if not line.startswith("#"))
-    points = (Path(_plain(columns[1])) for columns in entries if len(columns) > 1)
+    entries = (line.split() for line in _lines(fstab))
+    wanted = (each for each in entries if len(each) > 3 and each[0][0] != "#" and "noauto" not in each[3].split(","))
+    points = (Path(_plain(columns[1])) for columns in wanted)
     above = (point for point in points if path.is_relative_to(point) and not mount.point.is_relative_to(point))
     return next(above, None) if mount.kind else None
 
 
 def _lines(table: Path) -> list[str]:
     try:
-        return table.read_text().splitlines()
+        return table.read_text("utf-8", "surrogateescape").split("\n")
     except OSError:
         return []
 
