@@ -107,6 +107,8 @@ class EngineThread:
     def _found(self, scheduler: Any) -> None:
         if scheduler is not self._scheduler():
             self._scheduler = weakref.ref(scheduler)
+            if granted(Feature.PRIORITIES):  # first: without it KV would be wrong
+                rollback.evict_uncomputed(scheduler, self._contain)
             if granted(Feature.PEER_FETCH):
                 self.scheduler_lock.install(scheduler)
             if granted(Feature.QUEUES):
@@ -114,8 +116,6 @@ class EngineThread:
                 self.loaded_first.install(scheduler)
             if granted(Feature.ADMISSION):
                 self.admission.install(scheduler, self.loaded_first.queue)
-            if granted(Feature.PRIORITIES):
-                rollback.evict_uncomputed(scheduler, self._contain)
             self._on_scheduler(scheduler)
 
     def wake(self) -> None:
