@@ -422,7 +422,7 @@ def test_disk_whose_file_system_is_not_mounted_is_not_made_above(tmp_path, monke
     """After a reboot without its disk a tier filled the file system of the mount point."""
     table, fstab = tmp_path / "mountinfo", tmp_path / "fstab"
     root, nvme = "21 1 8:1 / / rw - ext4 /dev/root rw\n", "22 21 8:2 / /nvme rw - xfs /dev/nvme0n1 rw\n"
-    entries = ["#/dev/x /old ext4 defaults", "LABEL=a / ext4 defaults", "/dev/nvme0n1 /nvme xfs nofail"]
+    entries = ["#/dev/x /old ext4 defaults", "LABEL=a / ext4 defaults", "/dev/nvme0n1 /nvme xfs"]
     entries += ["/swap none swap sw", "  # entr\u00e9es", "\t/dev/usb /old ext4 rw,noauto", ""]
     fstab.write_bytes("\n".join(entries).encode("latin-1"))
     for text, expected in ((root, Path("/nvme")), (root + nvme, None), ("", None)):

@@ -60,10 +60,11 @@ def _store_options(config: KVTierConfig) -> StoreOptions:
     given["cluster_key_file"] = config.cluster_key_file
     try:
         return StoreOptions(**{name: value for name, value in given.items() if value is not None})
-    except ConfigError:
+    except ConfigError as error:
         if config.store == "auto":
             raise
-        return StoreOptions()  # they have no effect, which the log says
+        logger.warning("kvtier: options of a store that this engine does not start have no effect: %s", error)
+        return StoreOptions()
 
 
 class NodeStoreSource(StoreSource):

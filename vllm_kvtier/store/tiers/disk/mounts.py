@@ -36,7 +36,8 @@ def unmounted(path: Path, table: Path = TABLE, fstab: Path = FSTAB) -> Path | No
     """A folder above ``path`` where a file system should be mounted, by ``fstab``, and none is."""
     path, mount = path.resolve(), mount_of(path, table)
     entries = (line.split() for line in _lines(fstab))
-    wanted = (each for each in entries if len(each) > 3 and each[0][0] != "#" and "noauto" not in each[3].split(","))
+    entries = (each for each in entries if len(each) > 1 and each[0][0] != "#")
+    wanted = (each for each in entries if "noauto" not in "".join(each[3:4]).split(","))
     points = (Path(_plain(columns[1])) for columns in wanted)
     above = (point for point in points if path.is_relative_to(point) and not mount.point.is_relative_to(point))
     return next(above, None) if mount.kind else None

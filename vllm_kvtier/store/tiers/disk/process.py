@@ -139,7 +139,7 @@ class DiskProcess:
             if found is not None:
                 has, room = found
                 pages = data_pages(min(room, size))
-                if room < ROOM_LOSS * has and pages < storage.capacity:
+                if room < ROOM_LOSS * has and pages < ROOM_LOSS * storage.capacity:
                     self._host.fail("others fill its file system: it is opened again, smaller")
                 elif pages > ROOM_GROWTH * storage.capacity and time.monotonic() > opened + GROWTH_SECONDS:
                     self._host.fail("its file system has more room than when it was opened")
