@@ -63,7 +63,8 @@ class FakeTier:
         items = [
             SimpleNamespace(
                 namespace_id=namespace_id, tenant=tenant, group=g, hash=hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES],
-                parent=parents[i * HASH_BYTES : (i + 1) * HASH_BYTES], session=self._session, fate=None, copied=set(),
+                parent=parents[i * HASH_BYTES : (i + 1) * HASH_BYTES], session=self._session, outcome=None,
+                copied=set(),
             )
             for i, g in enumerate(groups)
         ]  # fmt: skip
@@ -101,9 +102,9 @@ class FakeTier:
     def die(self, instance):
         """All connections end; what was asked fails."""
         self.up = False
-        reserved = [slot for slot, item in self.items.items() if item.fate is None]
+        reserved = [slot for slot, item in self.items.items() if item.outcome is None]
         for slot in reserved:
-            self.items[slot].fate = "died"
+            self.items[slot].outcome = "died"
         self._drop(reserved)
         asked, self.asked = self.asked, []
         for pending, _ in asked:
@@ -116,27 +117,27 @@ class FakeTier:
     def live(self):
         self.up, self.instance, self._session = True, self.next_instance, self._session + 1
 
-    def end(self, slots, session, fate):
+    def end(self, slots, session, outcome):
         try:
-            self._end(slots, session, fate)
+            self._end(slots, session, outcome)
         except AssertionError as error:
             self.violations.append(error)
             raise
 
-    def _end(self, slots, session, fate):
+    def _end(self, slots, session, outcome):
         for slot in slots:
             item = self.items[slot]
             assert item.session == session, "a slot is only of use on the connection that reserved it"
             if session != self.session:
-                assert fate == "aborted", "a message without receiver would count as stored"
+                assert outcome == "aborted", "a message without receiver would count as stored"
                 continue
-            assert item.fate is None, f"slot {slot} ends twice"
-            item.fate = fate
-            if fate == "committed":
+            assert item.outcome is None, f"slot {slot} ends twice"
+            item.outcome = outcome
+            if outcome == "committed":
                 assert item.copied == self.writers[item.group], "committed before every part was written"
                 parent = (item.namespace_id, item.group, item.parent)
                 if item.group in self.full and item.parent != NO_PARENT and parent not in self.forgotten:
-                    assert self.items[self.entries[parent]].fate == "committed", "a gap before it"
+                    assert self.items[self.entries[parent]].outcome == "committed", "a gap before it"
 
     def commit(self, slots, session):
         self.end(slots, session, "committed")

@@ -309,7 +309,7 @@ class Engine:
             tier.answer(at, self.full, lambda: rng.random() < 0.9)
 
     def store_forgets(self):
-        ready = [slot for slot, item in self.tier.items.items() if item.fate == "committed"]
+        ready = [slot for slot, item in self.tier.items.items() if item.outcome == "committed"]
         self.tier.forget(set(self.rng.sample(ready, min(len(ready), 3))))
 
     def store_restarts(self):
@@ -426,7 +426,7 @@ class Engine:
         self.bounds()
         assert self.offloader.pinned == 0 and not self.offloader.has_frees() and not len(self.tables)
         assert all(b.ref_cnt == 0 for b in self.fake.blocks)
-        assert all(item.fate for item in self.tier.items.values()), "a reservation was forgotten"
+        assert all(item.outcome for item in self.tier.items.values()), "a reservation was forgotten"
 
 
 def run(engine, r, steps=40):
@@ -448,7 +448,7 @@ def stored(engine, r, g=0):
     """Numbers of the blocks of the plan that the store has."""
     size = engine.groups[g][0]
     hashes = make_request("x", r.plan, HASH_BLOCK_SIZE, salt=r.request.cache_salt).block_hashes
-    ready = {(item.group, item.hash) for item in engine.tier.items.values() if item.fate == "committed"}
+    ready = {(item.group, item.hash) for item in engine.tier.items.values() if item.outcome == "committed"}
     present = {(group, h) for (_, group, h) in engine.tier.entries} & ready
     blocks = range(len(r.plan) // size)
     return [i for i in blocks if (g, bytes(hashes[(i + 1) * size // HASH_BLOCK_SIZE - 1])[:HASH_BYTES]) in present]

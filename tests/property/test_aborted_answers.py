@@ -24,7 +24,7 @@ def stored_blocks(life):
     for _ in range(40):
         life.step()
     life.settle_down()
-    return sum(item.group == 0 and item.fate == "committed" for item in life.tier.items.values())
+    return sum(item.group == 0 and item.outcome == "committed" for item in life.tier.items.values())
 
 
 def answered(make, groups, asynchronous, drafts=0, more=100):  # noqa: F811

@@ -450,7 +450,7 @@ class Life(Offload):
         self.balance()
         assert self.offloader.pinned == 0 and not self.offloader.has_frees() and not len(self.tables)
         assert self.pool.free_count() == BLOCKS - 1
-        assert all(item.fate for item in self.tier.items.values()), "a reservation was forgotten"
+        assert all(item.outcome for item in self.tier.items.values()), "a reservation was forgotten"
 
 
 @pytest.fixture

@@ -231,7 +231,7 @@ def test_offloader_conversation_stores_one_state_a_turn(monkeypatch):
         engine.settle_down()
         said = r.plan
     for g in (1, 2):
-        kept = [item for item in engine.tier.items.values() if item.group == g and item.fate == "committed"]
+        kept = [item for item in engine.tier.items.values() if item.group == g and item.outcome == "committed"]
         assert len(kept) == turns < len(said) // engine.groups[g].block_tokens
 
 
@@ -268,7 +268,7 @@ def test_offloader_keeps_little_of_an_ended_request():
     assert [each() for each in gone] == [None, None]
     engine.tier.live()
     engine.settle_down()
-    assert [item.hash for item in engine.tier.items.values() if item.fate == "committed"] == hashes
+    assert [item.hash for item in engine.tier.items.values() if item.outcome == "committed"] == hashes
     assert sent == expected and not engine.offloader._ended and not engine.offloader._ended_tokens
 
 

@@ -117,6 +117,8 @@ def test_preemption_in_order_of_arrival_is_vllms_own(root):
     assert scheduler._preempt_request.__func__ is Scheduler._preempt_request
     life = Life(scheduler, (4,), 6)
     assert life.preemptions and not life.taken_back
+    scheduler.policy = "a word"  # of a scheduler of the user's own
+    rollback.evict_uncomputed(scheduler, Uncontained())
 
 
 def test_preemption_goes_on_when_eviction_fails(root):

@@ -145,7 +145,7 @@ def evict_uncomputed(scheduler: Any, containment: Containment) -> None:
     other requests, or the same one again, would take them for computed. Does nothing for another policy, and for a
     scheduler of the user's own that preempts in another way."""
     known = all(hasattr(scheduler, name) for name in ("policy", "kv_cache_manager", "_preempt_request"))
-    if not known or scheduler.policy.name != "PRIORITY":
+    if not known or getattr(scheduler.policy, "name", "") != "PRIORITY":
         return
     preempt, manager = scheduler._preempt_request, scheduler.kv_cache_manager
 
