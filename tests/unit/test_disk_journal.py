@@ -408,13 +408,14 @@ def test_mount_of_a_path_is_the_last_one_above_it(tmp_path):
         "21 1 8:1 / / rw - ext4 /dev/root rw\n"
         "22 21 8:2 / /nvme rw,noatime shared:5 - xfs /dev/nvme0n1 rw\n"
         "24 21 8:2 / /tank rw - zfs tank rw\n"
+        "25 21 0:9 / /ceph rw - ceph 10.0.0.1:/ rw\n"
         "23 21 8:1 /var/lib/kv /a\\040disk rw master:1 propagate_from:2 - ext4 /dev/root rw\n"
     )
     found = {path: mounts.mount_of(Path(path), table) for path in ("/nvme/x", "/nvmes", "/a disk/x")}
     assert [each.kind for each in found.values()] == ["xfs", "ext4", "ext4"]
     assert [str(each.point) for each in found.values()] == ["/nvme", "/", "/a disk"]
-    own = [mounts.has_own(Path(path), table) for path in ("/nvme", "/nvme/x", "/a disk", "/tank")]
-    assert own == [True, False, False, False], "a container's volume is a folder of the host's disk"
+    own = [mounts.has_own(Path(path), table) for path in ("/nvme", "/nvme/x", "/a disk", "/tank", "/ceph")]
+    assert own == [True, False, False, False, False], "a container's volume is a folder of the host's disk"
     assert mounts.mount_of(Path("/x"), tmp_path / "none").kind == ""
 
 

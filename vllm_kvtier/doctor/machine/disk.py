@@ -9,10 +9,9 @@ from vllm_kvtier.doctor.report import Check, fail, ok, warn
 from vllm_kvtier.store import linux
 from vllm_kvtier.store.memory.memory_limits import format_bytes
 from vllm_kvtier.store.tiers.disk.file_ops import FULL, Files
-from vllm_kvtier.store.tiers.disk.mounts import TABLE, has_own, mount_of, unmounted
+from vllm_kvtier.store.tiers.disk.mounts import REMOTE, TABLE, has_own, mount_of, unmounted
 
 _TEST_BYTES = 64 << 10
-REMOTE = {"nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "9p"}
 
 
 def disk(folder: Path, size: int, files: Files | None = None, mounts: Path = TABLE) -> list[Check]:

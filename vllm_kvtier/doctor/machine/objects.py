@@ -6,16 +6,14 @@ import stat
 import time
 from pathlib import Path
 
-from vllm_kvtier.doctor.machine.disk import REMOTE
 from vllm_kvtier.doctor.report import Check, fail, ok, warn
 from vllm_kvtier.errors import ConfigError
 from vllm_kvtier.store.memory.memory_limits import format_bytes
-from vllm_kvtier.store.tiers.disk.mounts import TABLE, mount_of
+from vllm_kvtier.store.tiers.disk.mounts import REMOTE, TABLE, mount_of
 from vllm_kvtier.store.tiers.objects.object_names import CREDENTIALS, FORMAT, ObjectLocation, check_endpoint, parse_url
 
 _TEST_BYTES = 1 << 20
 _TIMEOUT, _SECONDS = 5.0, 20.0  # as the tier's
-_SHARED = {*REMOTE, "lustre", "ceph", "gpfs", "beegfs", "wekafs", "fuse.ceph", "fuse.glusterfs", "fuse.juicefs"}
 
 
 def objects(url: str, endpoint: str, region: str, size: int, mounts: Path = TABLE) -> list[Check]:
@@ -75,7 +73,7 @@ def _directory(name: str, location: ObjectLocation, size: int, mounts: Path) -> 
     root = Path(location.bucket)
     kind, found = mount_of(root, mounts).kind, os.statvfs(root)
     free, checks = found.f_bavail * found.f_frsize, []
-    if kind not in _SHARED and not kind.startswith("fuse."):
+    if kind not in REMOTE and not kind.startswith("fuse."):
         message = f"it is on a file system of this node only ({kind or 'unknown'}): other nodes do not see it"
         checks.append(warn(name, message, "a directory of NFS, CephFS, Lustre or the like; or --disk for a local disk"))
     if root.stat().st_mode & stat.S_IRWXO:

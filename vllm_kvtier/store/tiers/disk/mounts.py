@@ -4,7 +4,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 TABLE, FSTAB = Path("/proc/self/mountinfo"), Path("/etc/fstab")
-SHARED = ("zfs", "bcachefs", "virtiofs", "9p", "nfs", "fuse.", "overlay")  # their room is not that of what is mounted
+REMOTE = {
+    "nfs", "nfs4", "cifs", "smb3", "9p", "lustre", "ceph", "gpfs", "beegfs", "wekafs", "fuse.ceph", "fuse.glusterfs",
+    "fuse.juicefs", "fuse.sshfs",
+}  # fmt: skip
+_SHARED = ("zfs", "bcachefs", "virtiofs", "fuse", "overlay")  # their room is not that of what is mounted
 
 
 class Mount(NamedTuple):
@@ -29,7 +33,8 @@ def mount_of(path: Path, table: Path = TABLE) -> Mount:
 def has_own(path: Path, table: Path = TABLE) -> bool:
     """Whether a whole file system is mounted at ``path`` itself."""
     mount = mount_of(path, table)
-    return mount.root == "/" and not mount.kind.startswith(SHARED) and mount.point == path.resolve()
+    shared = mount.kind in REMOTE or mount.kind.startswith(_SHARED)
+    return mount.root == "/" and not shared and mount.point == path.resolve()
 
 
 def unmounted(path: Path, table: Path = TABLE, fstab: Path = FSTAB) -> Path | None:
