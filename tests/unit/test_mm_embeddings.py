@@ -107,10 +107,12 @@ print("flags", media.enable_mm_embeds, media.allow_missing_mm_embeddings)
 
 def test_engine_arguments_make_a_configuration_that_needs_the_tensors(tmp_path):
     """Nothing but vLLM's own plugin loader installs the hook here, before the configuration is made."""
-    shape = {"hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 256}
-    scaling = {"type": "mrope", "mrope_section": [4, 6, 6], "rope_type": "default"}
-    text = {**shape, "num_key_value_heads": 2, "rope_scaling": scaling, "max_position_embeddings": 256}
-    model = {"architectures": ["Qwen2VLForConditionalGeneration"], "model_type": "qwen2_vl", "text_config": text}
+    shape = {"hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 64}
+    text = {**shape, "model_type": "gemma", "num_key_value_heads": 2, "vocab_size": 256, "max_position_embeddings": 256}
+    vision = {**shape, "model_type": "siglip_vision_model", "image_size": 28, "patch_size": 14}
+    # Of those whose code is imported without torchvision.
+    model = {"architectures": ["PaliGemmaForConditionalGeneration"], "model_type": "paligemma"}
+    model |= {"text_config": text, "vision_config": vision, "image_token_index": 255, "projection_dim": 64}
     (tmp_path / "config.json").write_text(json.dumps({**model, "dtype": "float32"}))
     code = MAKE.format(model=str(tmp_path))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
