@@ -26,6 +26,7 @@ from vllm_kvtier.vllm_compat.connector_types import (
     WorkerReport,
     hit_sources,
     recompute_failed_loads,
+    results_of,
     transfer_results,
 )
 from vllm_kvtier.vllm_compat.engine_info import engine_info
@@ -148,7 +149,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             raise ConfigError("an engine, or a MultiConnector, takes one KVTierConnector, which has all tiers and P/D")
         if not self._link:
             return
-        pool = BlockPool(gpu_block_pool, self._info.group_ids)
+        pool = BlockPool(gpu_block_pool, self._info.group_ids, [size for size, _ in self._info.groups])
         self._scheduler = KVTierConnectorScheduler(self._info, self._options, self._link, pool, self, self.containment)
 
     @contained(passes=(KVTierError,))
@@ -206,8 +207,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @contained(_SCHEDULER, again=True)
     def update_connector_output(self, connector_output: Any) -> None:
-        report = connector_output.kv_connector_worker_meta
-        results = report.results if isinstance(report, WorkerReport) else []
+        results = results_of(connector_output) if connector_output.kv_connector_worker_meta is not None else []
         if self._marks_failures and any(r.failed for r in results):
             again = partial(recompute_failed_loads, self._scheduler.engine_scheduler, results)
             self.containment.insist("recomputing failed loads", again, unsafe=True)

@@ -152,6 +152,9 @@ async def test_cache_kind_conversations_answer_as_a_plain_engine(kinds, pair: Pa
         conversations[edited][at:] = random_tokens(rng, rng.randrange(1, more))
         await kinds.reset(pair.engine)
     assert loaded > 6 * block, "most of what was known was loaded"
+    await kinds.ask(pair.engine, conversations[0], ANSWER, ASKED)  # alone
+    await kinds.flushed(pair.engine)
+    assert (await kinds.counters(pair.engine)).get("synchronous_loads ok")
     assert await kinds.kvtier(pair.engine, "integrity_failures") == 0
     await settled(kinds, pair)
 

@@ -2,6 +2,9 @@
 
     KVTIER_TEST_GPUS=0 python -m pytest tests/engines/test_gpu_kinds.py
 
+With KVTIER_TEST_SYNC_LOADS=1 loads are synchronous where they can be. Nothing is altered then, since what is loaded
+within a step is used before it could be.
+
 The models are tiny and their answers depend on all of their history (``tiny_models``). Three engines a kind: one with a
 node store, which is also the prefill engine, a decode engine, and a plain one, whose answers are right. All kinds'
 engines start at once, and a kind that does not start costs the others nothing: what vLLM itself does not serve on this
@@ -11,6 +14,7 @@ checksums were found right, change the answers. Flipped bits, clients that leave
 
 import asyncio
 import json
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -30,6 +34,7 @@ from vllm_kvtier.devtools.processes import free_port, kill_all
 
 pytestmark = pytest.mark.skipif(not GPUS, reason="KVTIER_TEST_GPUS names no device")
 
+SYNC_LOADS = os.environ.get("KVTIER_TEST_SYNC_LOADS") == "1"
 ANSWER = 8  # tokens
 # Not where a chunk of ``tiny_models`` begins, behind which local attention needs nothing.
 LENGTH = 7 * tiny_models.CHUNK + 76
@@ -129,8 +134,7 @@ def trio(kind: Kind, name: str, model: Path, plan: Path, folder: Path, log_dir: 
         if options is not None:
             extra = {**OPTIONS, "store_size": "2GiB", "load_policy": "always", "endpoint_port": free_port()}
             extra |= {"lookup_timeout": 10, "handshake_timeout": 30, "handoff_seconds": 60, "retain_seconds": 2}
-            # What is loaded within a step cannot be altered before it is used.
-            extra |= {"sync_load_ms": 0, "pull_threshold": 1}
+            extra |= {"sync_load_ms": 1000 if SYNC_LOADS else 0, "pull_threshold": 1}
             named = {"kv_connector": "AlteringConnector", "kv_connector_module_path": "altering_connector"}
             kv = {**kvtier({**extra, **options}), **named}
         return Engine(
@@ -245,8 +249,14 @@ async def test_gpu_kind_is_loaded_from_the_store(of: Trio, kind, driver):
         conversations[turn] = conversations[turn][:at] + random_tokens(rng, rng.randrange(1, 300))
         await driver.until_idle(of.engine)
         await driver.reset(of.engine)
-    print(json.dumps({"kind": kind, "loaded": loaded, "counters": await driver.counters(of.engine)}))
+    # Alone: together they wait for each other, and load asynchronously.
+    reply = await driver.ask(of.engine, conversations[0], ANSWER, ASKED)
+    right(reply, await driver.truth(conversations[0], ANSWER), of.kind, "alone")
+    await driver.flushed(of.engine)
+    counters = await driver.counters(of.engine)
+    print(json.dumps({"kind": kind, "loaded": loaded, "counters": counters}))
     assert loaded > len(stem)
+    assert bool(counters.get("synchronous_loads ok")) is SYNC_LOADS
     assert await driver.kvtier(of.engine, "integrity_failures") == 0
 
 
@@ -265,6 +275,10 @@ async def test_gpu_kind_is_handed_off(of: Trio, kind, driver):
     assert min(pulled) > 0, pulled
 
 
+no_sync_loads = pytest.mark.skipif(SYNC_LOADS, reason="what a step loads is used before it could be altered")
+
+
+@no_sync_loads
 @pytest.mark.parametrize("kind", KINDS)
 async def test_gpu_kind_altered_blocks_of_any_group_change_the_answer(of: Trio, kind, driver):
     """Or the conversations prove nothing."""
@@ -287,6 +301,7 @@ async def test_gpu_kind_altered_blocks_of_any_group_change_the_answer(of: Trio, 
     assert noticed(moved, of.kind), moved
 
 
+@no_sync_loads
 @pytest.mark.parametrize("kind", KINDS)
 async def test_gpu_kind_altered_blocks_of_a_hand_off_change_the_answer(of: Trio, kind, driver):
     rng = seeded(f"altered hand-off {kind}")

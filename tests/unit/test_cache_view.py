@@ -48,6 +48,16 @@ def test_cache_view_pages_alias_the_memory():
     assert view.groups[0].block_bytes == 2 * 96
 
 
+@pytest.mark.parametrize("tokens_first", [False, True])
+def test_cache_view_copies_blocks(tokens_first):
+    view = cache(tokens_first=tokens_first)
+    before = [view.pages(region).clone() for region in view.groups[1].regions]
+    view.copy_blocks([(1, 1, 5), (0, 2, 4)])
+    view.copy_blocks([(1, 3, 2)])
+    for region, old in zip(view.groups[1].regions, before, strict=True):
+        assert torch.equal(view.pages(region), old[[0, 1, 3, 3, 2, 1]])
+
+
 def test_cache_view_pages_outside_memory_raise():
     view = cache()
     region = msgspec.structs.replace(view.groups[0].regions[1], block_stride=97)

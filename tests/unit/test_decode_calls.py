@@ -27,7 +27,8 @@ VERBOSE = bool(os.environ.get("KVTIER_DECODE_CALLS"))
 
 # A step in which no block fills and no copy runs, whatever the number of requests; other threads do nothing.
 NO_BLOCK_FILLS = {
-    ("engine", "other"): 3,  # SchedulerLock, around vLLM's schedule and update_from_output, and WaitingLoop
+    # SchedulerLock, around vLLM's schedule and update_from_output, and WaitingLoop and ``rollback.before_output``
+    ("engine", "other"): 4,
     ("engine", "build_connector_meta"): 17,
     ("engine", "update_connector_output"): 2,
     ("engine", "get_kv_connector_stats"): 7,

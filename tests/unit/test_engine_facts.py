@@ -224,7 +224,7 @@ def test_engine_info_of_states_stores_without_pulls(configure, monkeypatch, alon
         monkeypatch.setattr(ModelConfig, "is_prefix_caching_supported", False)
     facts = engine_info(configuration, cache(*([] if alone else [FULL]), state))
     assert not facts.unsupported and not facts.whole_blocks
-    assert facts.full_groups == ([] if alone else [0]) and not facts.supports_sync_load
+    assert facts.full_groups == ([] if alone else [0])
     assert facts.reports_failed_requests, "no request goes on behind a state that is missing"
     if hasattr(state, "num_prefill_checkpoint_blocks"):
         within = replace(state, num_prefill_checkpoint_blocks=1, prefill_checkpoint_alignment=8)
@@ -232,6 +232,21 @@ def test_engine_info_of_states_stores_without_pulls(configure, monkeypatch, alon
         assert saved == [False, True], "a prompt's last state is saved by the step that computes it"
     none = MambaSpec(block_size=BLOCK, shapes=((2, 4),), dtypes=(torch.float32,), mamba_cache_mode="none")
     assert "mamba_cache_mode none" in engine_info(configure(), cache(FULL, none)).unsupported
+
+
+@pytest.mark.skipif(not features.granted(features.Feature.SYNC_LOADS), reason="this vLLM's forward waits for no load")
+def test_engine_whose_steps_wait_for_loads(configure, monkeypatch):
+    """Of any number of groups. Not where drafts take a state each, and not among engines in lockstep."""
+    state = MambaSpec(block_size=BLOCK, shapes=((2, 4),), dtypes=(torch.float32,), mamba_cache_mode="align")
+    window = SlidingWindowSpec(**SHAPE, sliding_window=80)
+    for groups in ([FULL], [FULL, window], [FULL, state]):
+        configuration = configure()
+        assert engine_info(configuration, cache(*groups)).supports_sync_load
+        configuration.speculative_config = SimpleNamespace(num_speculative_tokens=2, use_eagle=lambda: False)
+        assert engine_info(configuration, cache(*groups)).supports_sync_load == (state not in groups)
+        configuration.speculative_config, configuration.parallel_config.data_parallel_size = None, 2
+        assert not engine_info(configuration, cache(*groups)).supports_sync_load
+        configuration.parallel_config.data_parallel_size = 1
 
 
 def test_engine_info_of_states_needs_a_release_that_stops_at_the_end_of_a_block(configure, monkeypatch):

@@ -15,6 +15,7 @@ from vllm.v1.core.kv_cache_utils import init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.request import RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_kvtier import connector as ours
@@ -185,10 +186,13 @@ def test_failed_load_in_old_vllm_without_loop_marks_request(engine, monkeypatch)
     monkeypatch.setattr(ours, "TransferResults", None)
     core = engine(KVTIER, groups=2)
     connector, scheduler = kvtier(core), core.scheduler
-    request = SimpleNamespace(request_id="r", is_finished=lambda: False, num_computed_tokens=64)
+    request = SimpleNamespace(
+        request_id="r", is_finished=lambda: False, num_computed_tokens=64, status=RequestStatus.WAITING_FOR_REMOTE_KVS
+    )
     scheduler.requests["r"] = request
+    scheduler.requests["s"] = SimpleNamespace(request_id="s", num_computed_tokens=0, status=RequestStatus.PREEMPTED)
     assert connector.get_num_new_matched_tokens(request, 0) == (0, False), "no load whose failure would be lost"
     come(core)
-    report = WorkerReport([LoadResult("r", {1}, "bad", 1, 0.1, 0.0)])
+    report = WorkerReport([LoadResult(name, {1}, "bad", 1, 0.1, 0.0) for name in ("r", "s")])  # a step waited for s
     connector.update_connector_output(SimpleNamespace(kv_connector_worker_meta=report, finished_recving=set()))
     assert request.num_computed_tokens == 0 and scheduler.failed_recving_kv_req_ids == {"r"}

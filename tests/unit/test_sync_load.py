@@ -3,6 +3,7 @@ verification."""
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from cache_groups import cache_groups
 from source_fakes import bare_identity
@@ -11,6 +12,7 @@ from test_connector_scheduler import half as bare  # noqa: F401
 from vllm.v1.request import RequestStatus
 
 from vllm_kvtier.jobs.results import FetchResult, LoadResult
+from vllm_kvtier.jobs.transfer_jobs import GroupLoad, LoadJob
 from vllm_kvtier.scheduler.connector_scheduler import KVTierConnectorScheduler
 from vllm_kvtier.scheduler.integrity import sync_load as module
 from vllm_kvtier.scheduler.integrity.checksum_clearing import ChecksumClearing
@@ -58,12 +60,12 @@ class Planner:
 
 
 class Pool:
-    hash_block_size = 4
+    hash_block_size, group_tokens = 4, [HASH_BLOCK_SIZE]
 
     def __init__(self, evicted=None):
         self.held, self.evicted = [], evicted
 
-    def evict(self, hashes, group):
+    def evict(self, hashes):
         self.evicted.extend(hashes)
 
     def pin(self, ids):
@@ -255,6 +257,38 @@ def ordered(sync_load, t):
     assert t.job.synchronous and sync_load.verification_pending
 
 
+def test_sync_load_that_a_rank_says_nothing_of_is_rolled_back(engine):
+    """Once, before the output is read that was computed on it."""
+    good = LoadResult("r", set(), "", 1, 0.1, 0.0)
+    for results, ranks in (([], 1), ([good], 2), ([LoadResult("s", set(), "", 1, 0.1, 0.0)], 1)):
+        evicted = []
+        sync_load, t = make(engine, evicted=evicted), tracked()
+        sync_load.verify(results, ranks)
+        ordered(sync_load, t)
+        sync_load.verify(results, ranks)
+        assert evicted == [bytes(h) for h in t.request.block_hashes] and sync_load.verification_pending
+        sync_load.verify(results, ranks)
+        sync_load.apply_results("r", [LoadResult("r", {14}, "", 1, 0.1, 0.0)])
+        assert len(evicted) == 4 and not sync_load.verification_pending
+        ordered(sync_load, t)
+        sync_load.verify([good] * ranks, ranks)
+        assert len(evicted) == 4 and sync_load.verification_pending, "the next one is sound"
+
+
+@pytest.mark.parametrize("bad", [21, 32, 99])
+def test_sync_load_of_several_groups_is_kept_as_a_whole_or_not(engine, bad):
+    """Blocks of 4, 8 and 4 tokens, of the second group only the last, from token 4 on."""
+    evicted = []
+    sync_load, t = make(engine, evicted=evicted), tracked()
+    sync_load._pool.group_tokens = [4, 8, 4]
+    t.positions = {0: np.array([1, 2, 3]), 1: np.array([1]), 2: np.array([2, 3])}
+    loads = [(0, [12, 13, 14]), (1, [21]), (2, [31, 32])]
+    groups = [GroupLoad(g, np.array(ids), np.zeros(len(ids), np.uint64), np.array(ids)) for g, ids in loads]
+    sync_load.begin(t, LoadJob("r", groups, 60.0, "life"))
+    sync_load.verify([LoadResult("r", {bad}, "", 1, 0.1, 0.0)], 1)
+    assert evicted == [bytes(h) for h in t.request.block_hashes[1:]]
+
+
 @pytest.mark.parametrize("bad, gone", [((), 4), ((11,), 0), ((14,), 3), ((13, 12), 1)])
 def test_sync_load_bad_blocks_are_evicted(engine, bad, gone):
     """Nor is anything that was computed behind it."""
@@ -341,9 +375,15 @@ def test_sync_load_blocks_are_not_stored_before_verification(bare):  # noqa: F81
     half._provenance = SimpleNamespace(may_share=lambda tracked: True)
     half._info = SimpleNamespace(unsupported=None, groups=[(16, None)])
     growth = [
-        SimpleNamespace(state=SimpleNamespace(life=SimpleNamespace(state=state)))
+        SimpleNamespace(
+            computed=8,
+            state=SimpleNamespace(
+                life=SimpleNamespace(state=state), request=SimpleNamespace(request_id=state, num_computed_tokens=8)
+            ),
+        )
         for state in (State.LOCAL, State.VERIFYING, State.LOADED)
     ]
+    half._matcher.get = {each.state.request.request_id: each.state for each in growth}.get
     half._questions, half._pool = SimpleNamespace(waiting=[]), SimpleNamespace(free_count=lambda: 9)
     half.has_pending_frees = lambda: False
     half._step_timer = SimpleNamespace(begin_step=lambda output, get, counts: seen.update(counts=counts))
@@ -356,7 +396,12 @@ def test_sync_load_blocks_are_not_stored_before_verification(bare):  # noqa: F81
     half._matcher.has_jobs, half._matcher.prefetching = lambda: False, False
     half._matcher.grown = []
     output = SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0)
-    for awaits, expected in ((True, [growth[0], growth[2]]), (False, growth)):
+    others = [growth[0], growth[2]]
+    for state, expected in (
+        (State.VERIFYING, others), (State.LOADED, [growth[1], *growth]), (State.VERIFYING, others),
+        (State.LOCAL, growth), (State.LOADED, growth),
+    ):  # fmt: skip
+        awaits, growth[1].state.life.state = state is State.VERIFYING, state
         half._sync_load = SimpleNamespace(verification_pending=awaits, drop_unverified_output=lambda: None,
                                            announce=lambda output: None)  # fmt: skip
         KVTierConnectorScheduler.begin_step(half, output)

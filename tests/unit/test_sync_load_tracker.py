@@ -75,7 +75,8 @@ def test_sync_load_tracker_reports_bad_blocks_with_step(worker):
     worker.sync_load(work)
     worker.submit(work)
     out = worker.collect()
-    assert (out.finished, out.failed, out.bad_blocks) == (set(), {"r"}, {4, 5})
+    assert [each.bad_blocks for each in out.results] == [{4, 5}]
+    assert not (out.finished or out.failed or out.bad_blocks), "vLLM takes back those of models with one group only"
     assert worker.collect().results == []
 
 
@@ -232,8 +233,8 @@ def test_sync_load_tracker_late_fetch_fails(fetcher, how, monkeypatch):
     fetcher.submit(work)
     out = fetcher.collect()
     [verified] = out.results
-    assert isinstance(verified, FetchResult) and verified.bad_blocks == out.bad_blocks == {7, 8} and verified.failed
-    assert out.failed == {"r"} and not out.finished and bool(verified.reason) == (how != "wrong")
+    assert isinstance(verified, FetchResult) and verified.bad_blocks == {7, 8} and verified.failed
+    assert not (out.failed or out.bad_blocks or out.finished) and bool(verified.reason) == (how != "wrong")
     if how == "late":
         fetching.end()
     fetcher._jobs.outstanding["r"] = fetch("r", False)

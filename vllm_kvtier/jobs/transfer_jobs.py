@@ -88,6 +88,7 @@ class FillingJob:
     synchronous: bool = False  # the step's forward computes on it: begun before, and ended within the step
     more: bool = False  # more jobs of this request's load follow; it ends with the last of them
     load_id: int = 0  # given by the worker to each synchronous job; its result repeats it
+    state_copies: Sequence[tuple[int, int, int]] = ()  # of a synchronous one, see ``job_builder.state_copies``
 
     @property
     def block_list(self) -> list[int]:

@@ -18,6 +18,7 @@ from vllm_kvtier.scheduler.leases.export_builder import RESERVE_PER_REQUEST
 from vllm_kvtier.scheduler.leases.exports import LeaseKind
 from vllm_kvtier.scheduler.matching.request_lifecycle import State
 from vllm_kvtier.scheduler.matching.transfer_params import hints, write, write_report
+from vllm_kvtier.scheduler.offload.block_tables import Growth
 from vllm_kvtier.scheduler.peer_access import WORKERS_SECONDS
 from vllm_kvtier.scheduler.sources.base import Job
 from vllm_kvtier.scheduler.wiring import SchedulerParts
@@ -44,6 +45,7 @@ IDLE_EVENT_BATCHES = 4  # batches of KV events that an idle engine publishes in 
 class KVTierConnectorScheduler(SchedulerParts):
     _report_at = 0.0  # when vLLM next gets what was counted
     _passive = False  # too much of our code failed
+    _unverified: tuple[Growth, ...] = ()  # of steps that wait for a load, whose verification is pending
     _stuck_steps = 0  # in a row, that were empty because the first loaded request lacks blocks
     _only_connector = True  # of this engine: it has no MultiConnector
     _answered = ""  # the request that vLLM was last given an answer to, until it has blocks
@@ -222,11 +224,15 @@ class KVTierConnectorScheduler(SchedulerParts):
         # Another connector's load, whose output comes with the step's. vLLM names it from 0.29 on.
         others_load = not (synchronous or self._only_connector) and getattr(output, "has_sync_kv_loads", True)
         growth = self._tables.begin_step(output, self._matcher.get, others_load)
-        # The time of a step that waits for a load is not that of computing. Its blocks are followed once verified: as
-        # the request grows further, or at its end.
+        # The time of a step that waits for a load is not that of computing. Its blocks are followed once verified.
         self._step_timer.begin_step(output, self._matcher.get, not synchronous)
         if synchronous:
+            self._unverified += tuple(each for each in growth if each.state.life.state is State.VERIFYING)
             growth = [each for each in growth if each.state.life.state is not State.VERIFYING]
+        elif self._unverified:
+            # Before vLLM has freed those behind a window. Of a request that has ended, ``finished`` took care.
+            growth = [each for each in self._unverified if self._is_verified(each)] + growth
+            self._unverified = ()
         if growth:
             growth = [each for each in growth if self._provenance.may_share(each.state)]
         checksums = self._exporter.begin_step(growth)
@@ -237,6 +243,11 @@ class KVTierConnectorScheduler(SchedulerParts):
         if self._sharing is not None:
             self._sharing.publish_changes()
         return checksums
+
+    def _is_verified(self, growth: Growth) -> bool:
+        state = growth.state
+        still = self._matcher.get(state.request.request_id) is state and state.life.state is State.LOADED
+        return still and growth.computed <= state.request.num_computed_tokens
 
     def missed_step(self, output: Any) -> StepWork:
         """In place of ``begin_step``, if it failed as a whole."""
@@ -250,6 +261,7 @@ class KVTierConnectorScheduler(SchedulerParts):
         index may name checksums that no step computes."""
         self._tables.clear()
         self._checksum_index.clear()
+        self._unverified = ()
 
     def step_work(self, checksums: Sequence[ChecksumJob] = (), idle: bool = False) -> StepWork:
         """The workers' jobs of this step. After an exception the matcher has them again."""

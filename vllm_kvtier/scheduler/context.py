@@ -89,6 +89,14 @@ class BlockGeometry:
         """What one rank transfers of ``hit`` from token ``start`` on. Windows and states are needed in any case."""
         return hit.bytes_from(start) if all(group.kind.whole_prefix for group in self.groups) else hit.nbytes
 
+    def goes_on_in_step(self, tokens: int, prompt: int) -> bool:
+        """Whether the step that loads ``tokens`` tokens of a prompt can compute behind them. vLLM copies a state to the
+        block that the step changes before loads begin; ``job_builder.state_copies`` repeats it. A state from within a
+        block must stay in that block up to its end: vLLM has the block in its prefix cache by then."""
+        return all(
+            kind.by_position or tokens % size == 0 or prompt <= -(-tokens // size) * size for size, kind in self.groups
+        )
+
     @cached_property
     def by_position(self) -> bool:
         return all(group.kind.by_position for group in self.groups)

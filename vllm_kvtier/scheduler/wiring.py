@@ -4,6 +4,7 @@
 looked for.
 """
 
+import functools
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -45,6 +46,7 @@ from vllm_kvtier.scheduler.sources.retained_blocks import RetainedBlocksSource
 from vllm_kvtier.scheduler.sources.slot_layout import NamespaceIds
 from vllm_kvtier.scheduler.sources.store_source import StoreSource
 from vllm_kvtier.vllm_compat import weights
+from vllm_kvtier.vllm_compat.connector_types import results_of
 from vllm_kvtier.vllm_compat.engine_info import BlockIds, EngineInfo
 from vllm_kvtier.vllm_compat.hooks import other_connectors, rollback
 from vllm_kvtier.vllm_compat.hooks.block_pool import BlockPool
@@ -129,8 +131,7 @@ class SchedulerParts(ABC):
         bandwidths = {"host": store_bandwidth(config, info), "peer_gpu": info.peer_bandwidth}
         self._planner = LoadPlanner(bandwidths, step_tokens=info.step_tokens, known=2)
         self._step_timer = StepTimer(self._planner)
-        waits = info.supports_sync_load and not uses_remote_store(config)
-        waits = waits and info.groups[0][0] == geometry.hash_block_size
+        waits = info.supports_sync_load and not uses_remote_store(config) and config.kv_load_failure_policy != "fail"
         self._sync_load = SyncLoad(
             config.sync_load_ms if waits else 0.0, config.transfer_timeout, pool, lambda: self._engine.scheduler,
             connector, self._planner,
@@ -174,11 +175,18 @@ class SchedulerParts(ABC):
         """vLLM's scheduler is known, before it has the first request."""
         rollback.set_failure_policy(scheduler, self._config.kv_load_failure_policy)
         self._only_connector = rollback.serves(scheduler, connector)
+        if self._only_connector and self._sync_load.possible:
+            rollback.before_output(scheduler, self._engine.scheduler_lock.held(self._read_first))
         if other := other_connectors.handing_off(scheduler, connector):
             self._exporter.exports = self._matcher.hands_off_alone = False
             logger.info(
                 "kvtier: connector: in this MultiConnector hand-offs are left to %s; ours only stores and loads", other
             )
+
+    def _read_first(self, output: Any) -> None:
+        """vLLM is about to read the output of a step that waited for a load. ``output``: of the workers, or None."""
+        verify = functools.partial(self._sync_load.verify, results_of(output), self._info.world_size)
+        self._contain.insist("verification", verify, unsafe=True)
 
     def _followed(self, block_ids: BlockIds) -> BlockIds:
         """Of new blocks by vLLM's groups, those of the groups that we follow. The others' get new content too."""

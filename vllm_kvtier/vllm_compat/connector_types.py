@@ -5,6 +5,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import base as vllm_base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+from vllm.v1.request import RequestStatus
 
 from vllm_kvtier.jobs.results import LoadResult, PullResult, StepResults
 from vllm_kvtier.jobs.transfer_jobs import StepWork
@@ -30,6 +31,12 @@ class WorkerReport(KVConnectorWorkerMetadata):
         return WorkerReport(self.results + other.results)
 
 
+def results_of(output: Any) -> list[PullResult | LoadResult]:
+    """What the workers reported in a step's ``KVConnectorOutput``, or in None."""
+    report = getattr(output, "kv_connector_worker_meta", None)
+    return report.results if isinstance(report, WorkerReport) else []
+
+
 def transfer_results(step: StepResults | None = None, by_request: bool = False) -> Any:
     """For vLLM >= 0.30. ``step``: None if nothing ended. ``by_request``: failures are reported by request, as models
     with several groups need, else by block."""
@@ -48,7 +55,7 @@ def recompute_failed_loads(scheduler: Any, results: list[PullResult | LoadResult
     """
     for result in results:
         request = scheduler.requests.get(result.request_id)
-        if result.failed and request is not None and not request.is_finished():
+        if result.failed and request is not None and request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
             request.num_computed_tokens = 0
             scheduler.failed_recving_kv_req_ids.add(result.request_id)
 

@@ -134,7 +134,7 @@ def engine_info(vllm_config: Any, kv_cache_config: Any) -> EngineInfo:
         supports_partial_prefix=_supports_partial_prefix(vllm_config),
         kv_events_enabled=(with_events := kv_events.enabled(vllm_config)),
         event_groups=kv_events.event_groups(kv_cache_config, ids) if with_events else [],
-        supports_sync_load=len(theirs) == 1 and _supports_sync_load(vllm_config, groups),
+        supports_sync_load=len(ids) == len(theirs) and _supports_sync_load(vllm_config, groups),
         unsupported=unsupported,
         release=installed_version() or "",
         prefix_caching=vllm_config.cache_config.enable_prefix_caching,
@@ -185,12 +185,14 @@ def _supports_partial_prefix(vllm_config: Any) -> bool:
 
 
 def _supports_sync_load(vllm_config: Any, groups: list[CacheGroup]) -> bool:
-    """vLLM rolls back bad blocks only of models with one KV cache group. Engines in lockstep with others (data parallel
-    ranks, stages of a pipeline) would make those wait too."""
+    """Engines in lockstep with others (data parallel ranks, stages of a pipeline) would make those wait too. With
+    drafts a request has one state more for each."""
     parallel = vllm_config.parallel_config
     together = parallel.data_parallel_size > 1 or parallel.pipeline_parallel_size > 1
-    single = len(groups) == 1 and groups[0].kind.whole_prefix
-    return single and not together and _supports_partial_prefix(vllm_config) and granted(Feature.SYNC_LOADS)
+    states = not all(group.kind.by_position for group in groups)
+    if together or (states and vllm_config.speculative_config is not None):
+        return False
+    return bool(groups) and _supports_partial_prefix(vllm_config) and granted(Feature.SYNC_LOADS)
 
 
 def _unsupported(vllm_config: Any, kv_cache_config: Any) -> str | None:

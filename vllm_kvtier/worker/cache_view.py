@@ -68,6 +68,7 @@ class CacheView:
         self._storages = [unique[span] for span in self.spans]
         self._starts = [base for base, _ in self.spans]
         self.cpu_page_layouts = dict(cpu_page_layouts)
+        self._pages: dict[int, list[torch.Tensor]] = {}  # by group, of ``copy_blocks``
         for group in self.groups:
             for region in group.regions:
                 self._storage_of(region)
@@ -93,6 +94,16 @@ class CacheView:
             (self.num_blocks, region.outer, region.tokens, region.inner),
             (region.block_stride, region.outer_stride, region.token_stride, 1),
         )
+
+    def copy_blocks(self, copies: Iterable[tuple[int, int, int]]) -> None:
+        """(group, from block, to block): copy within the cache, on the device's current stream."""
+        sources, targets = [], []
+        for group, source, target in copies:
+            if group not in self._pages:
+                self._pages[group] = [self.pages(region) for region in self.groups[group].regions]
+            sources += [pages[source] for pages in self._pages[group]]
+            targets += [pages[target] for pages in self._pages[group]]
+        torch._foreach_copy_(targets, sources)
 
     def cpu_page_layout(self, region: Region) -> torch.Tensor | None:
         """The layout of this region's cells; None if they hold one token, in logical order, or the region has no

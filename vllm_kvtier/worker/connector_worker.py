@@ -7,6 +7,7 @@ the worker's reactor.
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -117,11 +118,17 @@ class KVTierConnectorWorker:
         store, fetching, tracker = self._store, self._exchange.fetching, self._jobs.sync_loads
         loads = [job for job in work.loads if job.synchronous]
         if loads and store is not None:
-            tracker.begin(loads, lambda jobs: store.load_now(jobs, self._event_before(work)))
+            tracker.begin(loads, lambda jobs: self._begin_now(store.load_now, jobs, work))
         fetches = [job for job in work.fetches if job.synchronous]
         if fetches and fetching is not None:
             fetching.add_engines(work.new_peers)
-            tracker.begin(fetches, lambda jobs: fetching.begin_now(jobs, self._event_before(work)))
+            tracker.begin(fetches, lambda jobs: self._begin_now(fetching.begin_now, jobs, work))
+
+    def _begin_now(self, begin: Callable[[list[Any], Any], None], jobs: list[Any], work: StepWork) -> None:
+        begin(jobs, self._event_before(work))
+        copies = [copy for job in jobs for copy in job.state_copies]
+        if copies:
+            self._exchange.view.copy_blocks(copies)
 
     def end_step(self, work: StepWork, drafts_follow: bool = False) -> StepResults | None:
         """``submit`` and ``collect``; None: nothing ended. Most steps bring nothing while no job is outstanding: these

@@ -104,7 +104,7 @@ class JobTable:
             parts = self._parts.get(request_id)
             if parts is None or (parts.last and parts.running <= count):
                 out.finished.add(request_id)
-        for result in out.results:
+        for result in ended:  # of synchronous ones ``SyncLoad.verify`` takes care
             if result.failed and result.request_id not in self._parts:
                 out.failed.add(result.request_id)
                 out.bad_blocks |= result.bad_blocks

@@ -70,6 +70,7 @@ class LoadResults:
         for request_id in set(finished) | verified:
             ended = self._ended.pop(request_id, None)
             failed = request_id in unread or (ended is not None and ended.failed)
+            failed |= request_id in verified and request_id == self._sync_load.rolled_back
             attempt(
                 "end of a load", self._end, request_id, ended, failed, repair=partial(self._release_all, request_id)
             )

@@ -10,9 +10,10 @@ vLLM puts the blocks in its prefix cache at allocation, before they are verified
 until the result is known. For the same reason no load is synchronous while another request waits to be matched: several
 short ones would take two steps each, one after the other, and as asynchronous loads they take two steps together.
 
-The blocks are pinned meanwhile, so that no other request gets those that are reported bad. Nothing of the request is
-stored, and no checksum of it is made for peers. If the result is bad, nothing that was computed on it is kept: the
-blocks leave the prefix cache, and the request begins anew behind the last good one (``vllm_compat.hooks.rollback``).
+The blocks are pinned meanwhile, so that they stay as they are. Nothing of the request is stored, and no checksum of it
+is made for peers. ``verify`` sees the result before vLLM reads the step's output. If it is bad, or missing, nothing
+that was computed on the load is kept: the blocks leave the prefix cache, and the request begins anew behind the last
+good one (``vllm_compat.hooks.rollback``).
 
 On vLLM's scheduler thread only.
 """
@@ -67,6 +68,7 @@ class SyncLoad:
         self._mapped: set[str] = set()  # engines whose memory the workers have mapped
         self._unverified: RequestState | None = None  # the request whose verification is pending
         self._job: SyncJob | None = None  # its job
+        self.rolled_back: str | None = None  # the request whose load failed, until the next one begins
         self._unannounced = False  # vLLM does not know that the step will have it
         self._until = 0.0
         self._pinned: list[int] = []  # the blocks it is loaded into
@@ -173,8 +175,8 @@ class SyncLoad:
         self._free_pins()  # of the same request, if this raised before
         job.synchronous, job.timeout = True, min(job.timeout, MAX_SYNC_LOAD_SECONDS)
         self._unverified, self._job, self._until = state, job, time.monotonic() + self._timeout + RESULT_GRACE_SECONDS
-        # vLLM goes by their ids when some are reported bad, and the request may lose them before: it may be aborted,
-        # and others may get its blocks.
+        self.rolled_back = None
+        # The request may lose them before: it may be aborted, and others would get its blocks.
         self._pinned = self._pool.pin(job.block_list)
 
     def unpin(self) -> None:
@@ -208,18 +210,25 @@ class SyncLoad:
         name = self._unverified.request.request_id if self._unverified is not None else None
         return {name for result in results if result.request_id == name}
 
-    def apply_results(self, request_id: str, results: Iterable[Any]) -> None:
-        """Apply the verification results of one step to the synchronous load of this request.
-
-        Roll the request back if blocks are bad, unpin its blocks, and permit matching again. The matcher handles the
-        end of the load afterwards.
-        """
-        state = self._unverified
-        if state is None or self._job is None or state.request.request_id != request_id:
+    def verify(self, results: Iterable[Any], ranks: int) -> None:
+        """vLLM is about to read the output of the step that computed on the load, with ``results`` of all ``ranks``.
+        Roll the request back if blocks are bad, or if a rank does not say that they are not."""
+        state, job = self._unverified, self._job
+        if state is None or job is None:
             return
-        mine, job = [result for result in results if result.request_id == request_id], self._job
-        if bad := {block for result in mine for block in result.bad_blocks}:
-            self._evict_unverified(state, job, bad)
+        mine = [result for result in results if result.request_id == job.request_id]
+        bad = {block for result in mine for block in result.bad_blocks}
+        self._roll_back(state, job, bad if len(mine) >= ranks else job.all_blocks)
+
+    def apply_results(self, request_id: str, results: Iterable[Any]) -> None:
+        """Apply the verification results of one step to the synchronous load of this request, as ``verify``. Unpin its
+        blocks, and permit matching again. The matcher handles the end of the load afterwards.
+        """
+        state, job = self._unverified, self._job
+        if state is None or job is None or state.request.request_id != request_id:
+            return
+        mine = [result for result in results if result.request_id == request_id]
+        self._roll_back(state, job, {block for result in mine for block in result.bad_blocks})
         # Last: if a line before raises, the result is still pending and ``apply_results`` runs again.
         self._free_pins()
         self._unverified = self._job = None
@@ -243,15 +252,26 @@ class SyncLoad:
                 job.timeout, BACKOFF_SECONDS, cost_key,
             )  # fmt: skip
 
-    def _evict_unverified(self, state: RequestState, job: SyncJob, bad: set[int]) -> None:
+    def _roll_back(self, state: RequestState, job: SyncJob, bad: set[int]) -> None:
         """Remove the request's blocks from the first bad one on from the prefix cache, and have vLLM recompute them."""
-        (load,) = job.groups
-        positions, wrong = state.positions[load.group], np.isin(load.blocks, list(bad))
-        first = int((positions[wrong] if wrong.any() else positions).min())
+        if self.rolled_back is not None or not bad:
+            return
+        first = self._first_bad(state, job, bad) // self._pool.hash_block_size
         # By content, because the request may have lost its blocks meanwhile.
-        self._pool.evict((bytes(h) for h in state.request.block_hashes[first:]), load.group)
+        self._pool.evict(bytes(h) for h in state.request.block_hashes[first:])
         scheduler = self._scheduler()
         if scheduler is not None:
             rollback.preempt_and_recompute(scheduler, state.request, first * self._pool.hash_block_size)
         # This preemption must not cause a new lookup: the store's blocks were just tried.
-        state.preemptions = state.request.num_preemptions
+        state.preemptions, self.rolled_back = state.request.num_preemptions, job.request_id
+
+    def _first_bad(self, state: RequestState, job: SyncJob, bad: set[int]) -> int:
+        """The first token of the first bad block; of the load, if it is not among the load's blocks, or if there are
+        several groups: of states and windows a load brings those at its end, without which the rest is of no use."""
+        ids, sizes = list(bad), self._pool.group_tokens
+        positions = {load.group: state.positions[load.group] for load in job.groups if len(load.blocks)}
+        if len(sizes) == 1:
+            (load,) = job.groups
+            wrong = np.isin(load.blocks, ids)
+            positions = {0: positions[0][wrong] if wrong.any() else positions[0]}
+        return min(int(found.min()) * sizes[group] for group, found in positions.items())

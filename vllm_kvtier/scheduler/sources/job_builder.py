@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from vllm_kvtier.jobs.transfer_jobs import FailedJob, GroupLoad, GroupPull, LoadJob, PeerFetchJob, PullJob
+from vllm_kvtier.jobs.transfer_jobs import FailedJob, FillingJob, GroupLoad, GroupPull, LoadJob, PeerFetchJob, PullJob
 from vllm_kvtier.scheduler.context import BlockGeometry
 from vllm_kvtier.scheduler.integrity.checksum_index import ChecksumEntry, ContentKeys
 from vllm_kvtier.scheduler.leases.pending_leases import LeasedBlocks
@@ -192,6 +192,17 @@ def _whole_blocks(
             keyed = keys.keys(hash_prefixes[(positions + 1) * per - 1], g, lora_fingerprint)
             found.append((g, blocks[rows], keyed, theirs[rows]))
     return found
+
+
+def state_copies(geometry: BlockGeometry, block_ids: BlockIds, job: FillingJob) -> list[tuple[int, int, int]]:
+    """(group, block, the request's block that the step changes) of each state that ``job`` loads into another block
+    than the step changes. See ``BlockGeometry.goes_on_in_step``."""
+    copies = []
+    for load in job.groups:
+        last = block_ids[load.group][-1]
+        if not geometry.groups[load.group].kind.by_position and len(load.blocks) and load.blocks[-1] != last:
+            copies.append((load.group, int(load.blocks[-1]), last))
+    return copies
 
 
 def hashes_of(

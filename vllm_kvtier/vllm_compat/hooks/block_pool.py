@@ -10,9 +10,11 @@ from vllm_kvtier.containment import Containment
 
 
 class BlockPool:
-    def __init__(self, pool: Any, group_ids: Sequence[int] | None = None):
-        """``group_ids``: of vLLM, by this package's groups; None: they are the same (``layout.groups``)."""
+    def __init__(self, pool: Any, group_ids: Sequence[int] | None = None, group_tokens: Sequence[int] = ()):
+        """``group_ids``: of vLLM, by this package's groups; None: they are the same (``layout.groups``).
+        ``group_tokens``: tokens of a block, by group; (): there is one, with a block for each hash."""
         self._pool, self._group_ids = pool, group_ids
+        self.group_tokens = list(group_tokens) or [pool.hash_block_size]
         self.hash_block_size: int = pool.hash_block_size
         self.num_blocks: int = pool.num_gpu_blocks
         self.free_count: Callable[[], int] = pool.get_num_free_blocks
@@ -78,14 +80,15 @@ class BlockPool:
         found = self._pool.get_cached_block(block_hash, [self._id(group)])
         return found[0].block_id if found else 0
 
-    def evict(self, hashes: Iterable[bytes], group: int) -> None:
-        """Remove the blocks of this group with these contents from the prefix cache; requests keep the blocks they
+    def evict(self, hashes: Iterable[bytes]) -> None:
+        """Remove the blocks of all groups with these contents from the prefix cache; requests keep the blocks they
         use."""
         for block_hash in hashes:
-            last = 0
-            while (block := self.cached_block(block_hash, group)) not in (0, last):  # several may hold the same
-                self._pool.evict_blocks({block})
-                last = block
+            for group in range(len(self.group_tokens)):
+                last = 0
+                while (block := self.cached_block(block_hash, group)) not in (0, last):  # several may hold the same
+                    self._pool.evict_blocks({block})
+                    last = block
 
     def cached_about(self, block_hashes: list[bytes], groups: list[int], tokens: int) -> int:
         """As ``cached_tokens``, with few lookups; too many tokens if a block in between was evicted."""

@@ -1,15 +1,17 @@
-"""Rolls back a request after a synchronous load failed, or where vLLM does so in part. On the scheduler thread.
+"""Rolls back a request after a synchronous load failed. On the scheduler thread.
 
-vLLM (0.29 on) lets a step's forward wait for a load, and drops the step's output for a request with bad blocks. But
-with asynchronous scheduling the next step computes on the same blocks already, and the loaded blocks have been in the
-prefix cache since their allocation. So the request is preempted, with its output in flight, as vLLM does when its cache
-is reset, and recomputed from the first bad block on.
+vLLM (0.29 on) lets a step's forward wait for a load. It drops the step's output for a request with bad blocks, but only
+of models with one KV cache group. With asynchronous scheduling the next step computes on the same blocks already, and
+the loaded blocks have been in the prefix cache since their allocation. So, before vLLM reads the step's output
+(``before_output``), the request is preempted with all of its output in flight, as vLLM does when its cache is reset,
+and recomputed from the first bad block on.
 
 With priorities vLLM may take a request back out of the step that is being scheduled: see ``evict_uncomputed``.
 """
 
 import functools
 import time
+from collections.abc import Callable
 from typing import Any
 
 from vllm.v1.request import RequestStatus
@@ -83,6 +85,20 @@ def others_wait(scheduler: Any, request: Any) -> bool:
     )
 
 
+def before_output(scheduler: Any, verify: Callable[[Any], object]) -> None:
+    """Have ``verify`` called with the workers' ``KVConnectorOutput``, or None, before vLLM reads the output of a step
+    that waited for a load. Outside of the scheduler's methods, once a scheduler."""
+    read = scheduler.update_from_output
+
+    @functools.wraps(read)
+    def update_from_output(scheduler_output: Any, model_runner_output: Any, *args: Any, **kwargs: Any) -> Any:
+        if scheduler_output.has_sync_kv_loads:
+            verify(model_runner_output.kv_connector_output)
+        return read(scheduler_output, model_runner_output, *args, **kwargs)
+
+    scheduler.update_from_output = update_from_output
+
+
 def drop_output(request: Any) -> None:
     """Drop the output in flight of this request if it was preempted, so that it is recomputed."""
     if request.num_stale_output_tokens > 0:
@@ -120,12 +136,9 @@ def drop_load(scheduler: Any, request: Any) -> bool:
 
 
 def preempt_and_recompute(scheduler: Any, request: Any, tokens: int = 0) -> None:
-    """Roll back a running request while the scheduler reads a step's output; one that was preempted or ended has
+    """Roll back a running request before the scheduler reads a step's output; one that was preempted or ended has
     nothing to roll back. Remove its unverified blocks from the prefix cache before. ``tokens``: what is right; one that
-    waits with its blocks goes on from there.
-
-    With ``kv_load_failure_policy`` "fail" vLLM has ended the request before this call.
-    """
+    waits with its blocks goes on from there."""
     if request not in scheduler.running:
         if not request.is_finished():
             request.num_computed_tokens = min(request.num_computed_tokens, tokens)

@@ -351,6 +351,11 @@ ROWS: tuple[Row, ...] = (
         trial=trials.stale_output, tried=_all(_REQUEST, "num_stale_output_tokens drop_stale_output"),
     ),
     Row(
+        "output of a step", Feature.SYNC_LOADS, "a failed load is rolled back before the output is read",
+        calls=((f"{_SCHEDULER}.update_from_output", 3, ()),),
+        fields={"vllm.v1.outputs:ModelRunnerOutput": "kv_connector_output"},
+    ),
+    Row(
         "scheduler's requests", Feature.SYNC_LOADS, "which run, wait, and were in the step before",
         sets={
             _SCHEDULER: "running requests connector prev_step_scheduled_req_ids finished_recving_kv_req_ids "

@@ -189,7 +189,7 @@ def reset() -> None:
 def evict() -> None:
     _, ours, first = _pool()
     hashes = [bytes(each) for each in _request().block_hashes]
-    ours.evict(hashes[:1], 0)
+    ours.evict(hashes[:1])
     found = [ours.cached_block(each, 0) for each in hashes]
     expect(found == [0, first[1].block_id], "evict_blocks() does not evict the block, or others as well")
     expect(first[0].ref_cnt == 1, "evict_blocks() takes a block from its request")
