@@ -8,6 +8,7 @@ import pytest
 from proxy_fakes import Cluster, FakeEngine, turn, unanswered
 
 from vllm_kvtier.errors import ConfigError
+from vllm_kvtier.proxy.config import EngineAddress
 from vllm_kvtier.proxy.engines.engine_http import EngineFailure
 from vllm_kvtier.proxy.keys import ApiKeys
 from vllm_kvtier.proxy.logs import AddRequestId
@@ -216,6 +217,24 @@ async def test_reload_applies_weights_limits_and_serves_waiting():
         assert c.core.decode[0].weight == 2.0 and c.core.decode[0].index == 0
         c.d[0].hold.set()
         assert [(await task).status_code for task in asked] == [200] * 3
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_waiting_requests_go_to_the_engines_that_replace_all_others(role):
+    """They were refused: none of the old engines was left, and the new ones were not there yet."""
+    async with Cluster(p=2, d=2, engine_requests=1) as c:
+        fakes = c.p if role == "prefill" else c.d
+        old, new = ({role: (EngineAddress(fake.url),)} for fake in fakes)
+        c.core.apply(c.config(**old))
+        fakes[0].hold = asyncio.Event()
+        first = asyncio.create_task(c.chat("u1"))
+        await fakes[0].until_seen(1)
+        second = asyncio.create_task(c.chat("u2"))
+        await c.until(lambda: c.core.admission.waiting(role) == 1)
+        c.core.apply(c.config(**new))
+        assert (await second).status_code == 200 and len(fakes[1].seen) == 1 and not first.done()
+        fakes[0].hold.set()
+        assert (await first).status_code == 200
 
 
 # ---------------------------------------------------------------- keys

@@ -61,7 +61,8 @@ class Fleet:
         return self._leaving.get((role, index))
 
     def apply(self, config: ProxyConfig, *, probe_on_start: bool = True) -> None:
-        """Use exactly the engines of ``config``. ``probe_on_start``: probe new engines in the background.
+        """Use exactly the engines of ``config``. ``probe_on_start``: probe new engines in the background. Waiting
+        requests are the caller's to serve, once all is changed: before, none may be there for them.
 
         Raises ConfigError if a key or certificate cannot be used, and then changes nothing.
         """
@@ -111,7 +112,6 @@ class Fleet:
             engine.role, engine.url, engine.outstanding,
         )  # fmt: skip
         self._close_if_idle(engine)
-        self._on_change(engine)
 
     def _changed(self, engine: Engine) -> None:
         if engine.usable:
