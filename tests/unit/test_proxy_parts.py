@@ -233,6 +233,13 @@ def test_media_that_clients_name_are_renamed():
         {"uuid": "tenant's 5"},
         {"uuid": None},
     ]
+    for kind in ("function_call_output", "custom_tool_call_output"):  # of /v1/responses
+        item = {"type": kind, "call_id": "c", "output": [{"type": "input_text", "text": "a"}, picture]}
+        assert renamed(input=[item])["input"] == [item | {"output": [item["output"][0], theirs]}]
+    item = {"content": [picture], "output": picture, "reasoning": picture | {"type": "prompt_embeds"}}
+    names = {"content": [theirs], "output": theirs, "reasoning": theirs | {"type": "prompt_embeds"}}
+    assert renamed(input=[item])["input"] == [names]
+    assert renamed(state=[item])["state"] == [item]  # of /v1/systemone: a text
     features = {"mm_hashes": {"image": ["logo"]}, "kwargs_data": {"image": [None]}}
     theirs = features | {"mm_hashes": {"image": ["tenant's logo"]}}
     assert renamed(Route.GENERATE, features=features)["features"] == theirs

@@ -51,6 +51,8 @@ _BEFORE_MESSAGES = ("tools", "documents")
 
 # Parts of a message that the template renders as text.
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "thinking")
+# Fields of a message that have parts: ``output`` of a tool, in /v1/responses; vLLM 0.33 takes ``reasoning`` as a part.
+_PARTS = ("content", "output", "reasoning")
 # What a picture, or other media, counts for at most: 1,024 tokens, however many bytes it is sent in.
 _MAX_MEDIA_CHARS = 4096
 
@@ -279,7 +281,7 @@ def rename_media(fields: _Fields, rename: Callable[[str], str]) -> bool:
     found = False
     for name, raw in fields.items():
         text = bytes(raw)
-        if not any(sign in text for sign in _UUID):
+        if name == "state" or not any(sign in text for sign in _UUID):  # of /v1/systemone: a text, or any JSON
             continue
         _refuse_many(raw, name)
         try:
@@ -315,12 +317,12 @@ def _with_parts_renamed(
 
 def _rename_in_message(message: _Fields, rename: Callable[[str], str]) -> bool:
     """Whether it had media with names."""
-    content = message.get("content", _NULL)
-    message_content = _with_parts_renamed(content, rename, is_parts=True)
-    if message_content is content:
-        return False
-    message["content"] = message_content
-    return True
+    found = False
+    for name in _PARTS:
+        if (parts := message.get(name)) is not None:
+            message[name] = _with_parts_renamed(parts, rename, is_parts=True)
+            found |= message[name] is not parts
+    return found
 
 
 def _rename_part(part: _Fields, rename: Callable[[str], str]) -> bool:
