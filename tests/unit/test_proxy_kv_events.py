@@ -321,6 +321,19 @@ async def test_subscriber_replays_what_was_published_before_it():
             assert follower.counts["lost"] == 0
 
 
+async def test_subscriber_follows_an_engine_at_an_ipv6_address():
+    with zmq.asyncio.Context() as context, context.socket(zmq.PUB) as events, context.socket(zmq.ROUTER) as replay:
+        ports = []
+        for socket in (events, replay):
+            socket.setsockopt(zmq.IPV6, 1)
+            socket.setsockopt(zmq.LINGER, 0)
+            ports.append(socket.bind_to_random_port("tcp://[::1]"))
+        address, replays = (f"[::1]:{port}" for port in ports)
+        async with following(None, address, replays):
+            with anyio.fail_after(20):  # it asks there once it is connected to the other
+                assert (await replay.recv_multipart())[1:] == [b"", bytes(8)]
+
+
 async def test_subscriber_goes_on_after_events_that_cannot_be_applied(monkeypatch):
     """Such as extra keys that are nested 600 deep, which decode."""
     apply = BlockIndex.apply

@@ -80,7 +80,7 @@ class EventSubscriber:
             poller.register(socket, zmq.POLLIN)
             poller.register(monitor, zmq.POLLIN)
             try:
-                socket.connect(_endpoint(self.address))
+                _connect(socket, self.address)
                 while True:
                     ready = dict(await poller.poll())
                     if monitor in ready:
@@ -166,7 +166,7 @@ class EventSubscriber:
         with self._context.socket(zmq.DEALER) as socket:
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.MAXMSGSIZE, _MAX_BATCH_BYTES)
-            socket.connect(_endpoint(self._replay_address))
+            _connect(socket, self._replay_address)
             await socket.send_multipart([b"", begin.to_bytes(8, "big")])
 
             async def receive() -> list[bytes]:
@@ -199,8 +199,11 @@ class EventSubscriber:
             await asyncio.sleep(0)
 
 
-def _endpoint(address: str) -> str:
-    return address if "://" in address else f"tcp://{address}"
+def _connect(socket: zmq.asyncio.Socket, address: str) -> None:
+    # Not for names: one with addresses of both kinds would be connected by IPv6, where vLLM's publisher does not
+    # listen.
+    socket.setsockopt(zmq.IPV6, address.startswith("["))
+    socket.connect(address if "://" in address else f"tcp://{address}")
 
 
 def _read(frames: list[bytes]) -> tuple[int | None, messages.Batch | None]:
