@@ -114,8 +114,9 @@ class FakeEngine:
     vLLM 0.33 does. ``kv_port``: of a real endpoint that its params name; otherwise they name none.
     ``tokenize_status``, ``tokenize_hold``: as the first two, for /tokenize, whose tokens are the prompt's bytes.
     ``api_key``: the bearer token that all routes but /health require. ``passed``: requests by routes that do not
-    generate. ``stream_error``: status of the error that is all of a stream, but for the role in a chat. ``ends``: it
-    is shut down with --shutdown-timeout, and aborts new requests.
+    generate. ``stream_error``: status of the error that is all of a stream, but for the role in a chat.
+    ``late_error``: the last event of streams, which then wait for ``error_gate`` to end. ``ends``: it is shut down with
+    --shutdown-timeout, and aborts new requests.
     """
 
     def __init__(self, name: str):
@@ -140,6 +141,8 @@ class FakeEngine:
         self.tokenized: list[dict[str, Any]] = []
         self.api_key: str | None = None
         self.stream_error: int | None = None
+        self.late_error = ""
+        self.error_gate: asyncio.Event | None = None
         self.ends = False
         self.follow = False  # its params say that decode engines can follow its prefills
         self.passed: list[Seen] = []
@@ -237,6 +240,10 @@ class FakeEngine:
         @app.post("/v1/responses/{rest:path}")
         @app.post("/v1/audio/transcriptions")
         @app.post("/v1/messages")
+        @app.post("/cohere/v2/chat")
+        @app.post("/cohere/v2/chat/render")
+        @app.post("/v1/decisions")
+        @app.post("/v1/systemone")
         @app.post("/sleep")
         @app.post("/custom")
         async def passed(request: Request):
@@ -326,6 +333,10 @@ class FakeEngine:
                     yield 'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n'
                     await asyncio.sleep(0.01)
                 yield f"data: {json.dumps({'error': {'message': 'it died', 'code': self.stream_error}})}\n\n"
+            if self.late_error:
+                yield self.late_error
+                if self.error_gate is not None:
+                    await self.error_gate.wait()
             yield "data: [DONE]\n\n"
             seen.finished = True
         except asyncio.CancelledError:

@@ -410,7 +410,7 @@ async def test_extra_route_may_want_another_authorization(tmp_path):
         assert (await c.client.post("/v1/messages", json={})).status_code == 503 and not c.core.decode[0].healthy
 
 
-@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses", "/cohere/v2/chat"])
 async def test_passthrough_broken_stream_ends_with_error(path):
     async with Cluster(d=1) as c:
         c.d[0].gate = asyncio.Semaphore(2)
@@ -426,7 +426,73 @@ async def test_passthrough_broken_stream_ends_with_error(path):
             name, data = b"\n\n".join(found[2:]).splitlines()
             error = json.loads(data.removeprefix(b"data: "))
             assert name == b"event: error" and error["type"] == "error" and error["error"]["type"] == "api_error"
+        elif path == "/cohere/v2/chat":  # Cohere's look at types
+            end, done = events(b"\n\n".join(found[2:]) + b"\n\n")
+            assert end["type"] == "message-end" and end["delta"]["finish_reason"] == "ERROR" and done == "[DONE]"
         else:
             assert events(b"\n\n".join(found[2:]) + b"\n\n")[0]["error"]["code"] == 502
         assert c.core.state()["counts"]["broken_streams"] == 1
         assert c.core.decode[0].outstanding == 0
+
+
+_ERRORS = {
+    "/v1/chat/completions": 'data: {"error": {"message": "it died", "type": "InternalServerError", "code": 500}}',
+    "/v1/responses": 'data: {"error": {"message": "it died", "type": "InternalServerError", "code": 500}}',
+    "/v1/messages": 'event: error\ndata: {"type":"error","error":{"type":"internal_error","message":"it died"}}',
+    "/cohere/v2/chat": 'data: {"type": "message-end", "delta": {"error": "it died", "finish_reason": "ERROR"}}',
+}
+
+
+@pytest.mark.parametrize("health", [200, 503])
+@pytest.mark.parametrize("path", _ERRORS)
+async def test_stream_that_its_engine_ends_with_an_error_is_broken_and_the_engine_probed(path, health):
+    """vLLM's API server does so if the engine's core dies."""
+    async with Cluster(p=0, backoff_initial=60, backoff_max=60) as c:
+        (fake,), (engine,) = c.d, c.core.decode
+        fake.gate, fake.chunks, fake.late_error = asyncio.Semaphore(1), 2, f"{_ERRORS[path]}\n\n"
+        fake.health = health
+        body = {"messages": [{"role": "user", "content": "u1"}], "stream": True}
+        async with c.client.stream("POST", path, json=body) as reply:
+            pieces = reply.aiter_raw()
+            got = await anext(pieces)
+            fake.gate.release()
+            got += b"".join([piece async for piece in pieces])
+        assert got.count(b"it died") == 1 and got.endswith(b"data: [DONE]\n\n"), got
+        await c.until(lambda: fake.probes == 1 and engine.healthy == (health == 200))
+        assert c.core.state()["counts"]["broken_streams"] == 1
+        page = (await c.client.get("/metrics")).text
+        assert f'requests_total{{outcome="broken",route="{path}"}} 1.0' in page
+
+
+@pytest.mark.parametrize("path", _ERRORS)
+async def test_engine_is_probed_though_the_client_leaves_at_its_error(path):
+    """As Anthropic's clients do. The engine has not ended the stream."""
+    async with Cluster(p=0) as c:
+        (fake,) = c.d
+        fake.gate, fake.chunks, fake.late_error = asyncio.Semaphore(1), 2, f"{_ERRORS[path]}\n\n"
+        fake.error_gate = asyncio.Event()
+        body = {"messages": [{"role": "user", "content": "u1"}], "stream": True}
+        async with c.client.stream("POST", path, json=body) as reply:
+            pieces = reply.aiter_raw()
+            got = await anext(pieces)
+            fake.gate.release()
+            while b"it died" not in got:
+                got += await anext(pieces)
+        await c.until(lambda: fake.probes == 1)
+        assert c.core.state()["counts"]["broken_streams"] == 1
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        'data: {"error": {"message": "too long", "code": 400}}',
+        'event: error\ndata: {"type":"error","error":{"type":"invalid_request_error","message":"too long"}}',
+        r'data: {"text": "\"finish_reason\": \"ERROR\" event: error\ndata: {\"type\": \"api_error\"}"}',
+    ],
+)
+async def test_stream_that_ends_with_an_error_of_its_client_is_not_broken(event):
+    async with Cluster(p=0) as c:
+        c.d[0].late_error = f"{event}\n\n"
+        reply = await c.client.post("/v1/messages", json={"messages": [], "stream": True})
+        assert event.encode() in reply.content and not c.d[0].probes
+        assert "broken_streams" not in c.core.state()["counts"]

@@ -1,5 +1,6 @@
 """Rewrite an engine's answer for the client: remove ``kv_transfer_params``, add the report if requested."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,10 @@ from vllm_kvtier.proxy.messages import sse, transfer_params
 _DONE = b"[DONE]"
 _NAME = b"kv_transfer_params"
 _NULL = b'"kv_transfer_params":null'
+# Of /v1/messages and of /cohere/v2/chat. Within a text, the quotes have backslashes.
+_OTHER_ERROR = re.compile(
+    rb'^event: error\ndata: .*"type":\s*"(?:api|internal|overloaded|timeout)_error"|"finish_reason":\s*"ERROR"', re.M
+)
 _CHAT_TEXTS = ("reasoning", "reasoning_content", "tool_calls", "refusal", "audio")  # beside content
 
 
@@ -122,6 +127,11 @@ def find_server_error(events: bytes) -> tuple[int, bytes] | None:
     return (status, document) if isinstance(status, int) and 500 <= status < 600 else None
 
 
+def ends_with_server_error(events: bytes) -> bool:
+    """Whether ``events``, the end of a stream, have an error 5xx in the form of any of vLLM's routes."""
+    return find_server_error(events) is not None or _OTHER_ERROR.search(events) is not None
+
+
 def is_refused_at_end(answer: bytes) -> bool:
     """Whether an engine aborted a request before its first token: one that is shut down, and drains, refuses new
     requests so. ``answer``: JSON, or an event."""
@@ -144,3 +154,9 @@ def messages_error_event(message: str) -> bytes:
     for the whole answer."""
     error = {"type": "error", "error": {"type": "api_error", "message": message}}
     return b"event: error\n" + sse.make_event(msgspec.json.encode(error))
+
+
+def cohere_error_events(message: str) -> bytes:
+    """The same for /cohere/v2/chat, as vLLM writes it there."""
+    end = {"type": "message-end", "delta": {"error": message, "finish_reason": "ERROR"}}
+    return sse.make_event(msgspec.json.encode(end)) + sse.make_event(_DONE)

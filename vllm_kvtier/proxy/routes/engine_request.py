@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable, Iterable
 
 from vllm_kvtier.logs import get_logger
 from vllm_kvtier.proxy.core import ProxyCore
-from vllm_kvtier.proxy.engines.engine import AnswersFull, AnswerTooLarge, Engine, EngineSlot
+from vllm_kvtier.proxy.engines.engine import AnswersFull, AnswerTooLarge, Engine, EngineSlot, Reply
 from vllm_kvtier.proxy.engines.refusals import FULL, LACKS, LACKS_AT_ONCE, Wants
 from vllm_kvtier.proxy.messages.incoming_request import Incoming
 from vllm_kvtier.proxy.routes.client_answer import Answer, memory_full, refusal, unavailable
@@ -141,6 +141,17 @@ class EngineRequest:
             return refusal(502, message, "overloaded_error")
         logger.warning("kvtier: proxy: an answer is too large (%s); the client gets 502", failure)
         return refusal(502, "The answer is larger than the proxy allows; ask for less.", "upstream_error")
+
+    def _note_error(self, reply: Reply, answer: Answer) -> None:
+        """An engine has ended a stream with an error of its own, which the client gets."""
+        reply.engine.check()
+        self._note_broken(answer, f"{reply.engine} sent an error")
+
+    def _note_broken(self, answer: Answer, reason: object) -> None:
+        if not answer.broken:
+            answer.broken = True
+            self._core.count("broken_streams")
+            logger.warning("kvtier: proxy: an answer ended early (%s); the client's answer is incomplete", reason)
 
     def _queue_full(self, error: QueueFull) -> Answer:
         self._core.count("too_busy")

@@ -17,7 +17,8 @@ Failures and their handling:
 * The answer exceeds ``max_body_bytes``, or its first event ``max_event_bytes``: 502. Another engine's would be as large
   too, and none becomes unavailable: a client could ask for such answers again and again. If ``max_buffered_bytes`` is
   used up: 503. Of a prefill engine's answer, that means that its export is not known, and the decode engine computes.
-* The decode engine fails later, or ends its stream before ``[DONE]``: the stream ends with an error event.
+* The decode engine fails later, or ends its stream before ``[DONE]``: the stream ends with an error event. If that is
+  the engine's own, the engine is probed: its core process may have died, or the error is this request's.
 * An engine whose core process dies, or is shut down, ends streams that it has not begun with 200 and an error event: as
   if it had answered 5xx. One that is shut down with --shutdown-timeout answers new prompts of token ids with 200, no
   token and the finish_reason "abort", and so does one that is paused: as if it had failed, but its cache remains.
@@ -372,6 +373,8 @@ class Generation(EngineRequest):
             async with aclosing(reply.chunks(self._config.stream_idle_timeout)) as chunks:
                 async for data in chunks:
                     if events := self._feed(reply, rewriter, data):
+                        if response_rewriter.find_server_error(events):
+                            self._note_error(reply, answer)
                         yield events
             if not rewriter.done:
                 raise EngineFailure(f"{reply.engine} ended a stream before its end.")
@@ -382,9 +385,7 @@ class Generation(EngineRequest):
                 reply.engine.mark_unavailable(str(failure))
             if rewriter.done:
                 return  # the client has the whole answer
-            self._core.count("broken_streams")
-            answer.broken = True
-            logger.warning("kvtier: proxy: a stream ended early (%s); the client got an error event", failure)
+            self._note_broken(answer, failure)
             yield response_rewriter.error_events("The engine that generated this answer failed.", 502)
 
     def _feed(self, reply: Reply, rewriter: response_rewriter.AnswerRewriter, data: bytes) -> bytes:

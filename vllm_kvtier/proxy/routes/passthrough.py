@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 import msgspec
 
-from vllm_kvtier.logs import get_logger
 from vllm_kvtier.proxy.core import ProxyCore
 from vllm_kvtier.proxy.engines.engine import AnswerTooLarge, Engine, EngineFailure, EngineSlot, Reply
 from vllm_kvtier.proxy.engines.refusals import MAX_NAME, may_be_served_elsewhere
@@ -48,10 +47,10 @@ from vllm_kvtier.proxy.routing.conversations import CHARS_PER_TOKEN, Conversatio
 from vllm_kvtier.proxy.routing.prompt import Prompt
 from vllm_kvtier.proxy.routing.router import candidates, waits_for
 
-logger = get_logger(__name__)
-
 # Longer answers are streamed. Shorter ones are read whole first, so that another engine can be tried if one fails.
 _MAX_WHOLE_BYTES = 4 << 20
+# Of the end of a stream: an engine's error is its last event but ``[DONE]``.
+_MAX_ERROR_BYTES = 16 << 10
 _RESPONSE_ID = re.compile(rb'"id"\s*:\s*"(resp_[A-Za-z0-9_\-]{1,100})"')
 
 
@@ -79,10 +78,11 @@ _ROUTES = {
     **dict.fromkeys(("/v1/models", "/version", "/tokenizer_info"), PassthroughRoute(_GET)),
     **dict.fromkeys(("/tokenize", "/detokenize", "/v1/messages/count_tokens"), _LIGHT),
     **{f"/v1/{kind}/{step}": _LIGHT for kind in ("chat/completions", "completions") for step in ("render", "derender")},
-    **dict.fromkeys(("/v1/messages/render", "/v1/responses/render"), _LIGHT),
+    **dict.fromkeys(("/v1/messages/render", "/v1/responses/render", "/cohere/v2/chat/render"), _LIGHT),
     **dict.fromkeys(("/v1/embeddings", "/v2/embed", "/pooling", "/classify"), _POOLING),
     **dict.fromkeys(("/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"), _POOLING),
-    **dict.fromkeys(("/v1/messages", "/v1/chat/completions/batch", "/generative_scoring"), _DECODE),
+    **dict.fromkeys(("/v1/messages", "/cohere/v2/chat", "/v1/chat/completions/batch"), _DECODE),
+    **dict.fromkeys(("/generative_scoring", "/v1/decisions", "/v1/systemone"), _DECODE),
     **dict.fromkeys(_AUDIO, PassthroughRoute(_POST, "decode")),
     "/v1/responses": PassthroughRoute(_POST, "decode", salted=True, idempotent=False),
 }
@@ -295,22 +295,29 @@ class Passthrough(EngineRequest):
             self._core.routes.enter(self._name(), ConversationRoute((holder,)))
 
     async def _relay(self, reply: Reply, answer: Answer) -> AsyncIterator[bytes]:
+        end = b""
         try:
             if reply.first:
+                end = reply.first
                 yield reply.first
             async with aclosing(reply.chunks(self._config.stream_idle_timeout)) as chunks:
                 async for data in chunks:
+                    end = (end + data)[-_MAX_ERROR_BYTES:]
                     yield data
         except EngineFailure as failure:
             reply.engine.mark_unavailable(str(failure))
-            self._core.count("broken_streams")
-            answer.broken = True
-            logger.warning("kvtier: proxy: an answer ended early (%s); the client's answer is incomplete", failure)
+            self._note_broken(answer, failure)
             if not is_stream(reply):
                 raise AnswerBroken from failure
             message = "The engine that generated this answer failed."
             # The client may have a part of an event; a blank line ends it.
             if self._incoming.path == "/v1/messages":
                 yield b"\n\n" + response_rewriter.messages_error_event(message)
+            elif self._incoming.path == "/cohere/v2/chat":
+                yield b"\n\n" + response_rewriter.cohere_error_events(message)
             else:
                 yield b"\n\n" + response_rewriter.error_events(message, 502)
+        finally:
+            # Also if the client left at once when it had the error.
+            if is_stream(reply) and response_rewriter.ends_with_server_error(end):
+                self._note_error(reply, answer)
