@@ -102,6 +102,9 @@ class SimDisk(Files):
     def make_folder(self, path):
         return False
 
+    def refusal(self, folder):
+        return ""
+
     def names(self, folder):
         return list(self.names_now)
 

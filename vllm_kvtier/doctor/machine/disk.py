@@ -28,7 +28,10 @@ def disk(folder: Path, size: int, files: Files | None = None, mounts: Path = TAB
             return [fail(name, message, "mount its disk, or make it")]
         if not parent.is_dir():
             return [fail(name, f"{parent} is not a directory", "choose a directory, on a local SSD")]
-        fd = files.open(str(parent), linux.O_TMPFILE | os.O_RDWR)
+        if parent == folder and (reason := files.refusal(str(folder))):
+            fix = "remove it, so that the store makes it; or give it to the user that runs the store, with mode 0700"
+            return [fail(name, f"a store of this user does not use it: {reason}", fix)]
+        fd = files.open(str(parent.resolve()), linux.O_TMPFILE | os.O_RDWR)
     except OSError as error:
         return [_unwritable(name, parent, error)]
     try:
@@ -85,7 +88,7 @@ def _kind(name: str, parent: Path, files: Files, mounts: Path) -> list[Check]:
     if kind in REMOTE:
         return [warn(name, f"it is remote ({kind}): another node's store must not use it too", "choose a local disk")]
     try:
-        files.close(files.open(str(parent), linux.O_TMPFILE | os.O_RDWR | os.O_DIRECT))
+        files.close(files.open(str(parent.resolve()), linux.O_TMPFILE | os.O_RDWR | os.O_DIRECT))
     except OSError:
         message = f"its file system ({kind or 'unknown'}) has no O_DIRECT: reads and writes go through the page cache"
         return [warn(name, message, "a local disk with ext4 or xfs")]

@@ -86,6 +86,8 @@ def _lock(files: Files, storage: Storage) -> None:
     try:
         if files.make_folder(storage.folder):
             storage.notes.append(f"{folder} is new, on the file system that is mounted at {mount_of(folder).point}")
+        elif reason := files.refusal(storage.folder):
+            raise KVTierError(f"the disk tier does not use {folder}: {reason}")
         storage.lock_fd = files.open(path, os.O_RDWR | os.O_CREAT)
     except OSError as error:
         if error.errno not in READ_ONLY:

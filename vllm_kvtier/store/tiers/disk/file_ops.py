@@ -4,14 +4,21 @@ Every method may raise OSError. As the system calls, ``pread`` and ``pwrite`` ma
 ``write_all`` and ``read_all`` repeat them.
 """
 
+import contextlib
 import ctypes
 import errno
 import fcntl
 import os
+import stat
 import sys
+import tempfile
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import TypeVar
+
+from vllm_kvtier.runtime_dir import distrust
+from vllm_kvtier.store.tiers.disk.mounts import mount_of
 
 T = TypeVar("T")
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -34,11 +41,33 @@ class Files:
         self.sync_folder(parent)
         return True
 
+    def refusal(self, folder: str) -> str:
+        """Why a folder is not used: another user made it, or a link to it, or may exchange its files; "" if nothing is
+        wrong. What is mounted at its path was chosen by root: Kubernetes' emptyDir has mode 0777."""
+        link, found = os.lstat(folder), os.stat(folder)
+        owners = _owners(found, folder)
+        if link.st_uid not in owners and stat.S_ISLNK(link.st_mode):
+            return distrust(link, owners)
+        if mount_of(Path(folder)).point == Path(folder).resolve():
+            return ""
+        return distrust(found, owners, 0 if found.st_mode & stat.S_ISVTX else stat.S_IWOTH)
+
     def names(self, folder: str) -> list[str]:
         return os.listdir(folder)
 
     def open(self, path: str, flags: int) -> int:
-        return os.open(path, flags | os.O_CLOEXEC, 0o600)
+        """Open a file of this tier. One that another user made, or a link to any, is refused."""
+        try:
+            fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+            raise PermissionError(errno.EPERM, f"{path} is not used: it is a link") from error
+        found = os.fstat(fd)
+        if reason := distrust(found, _owners(found, os.path.dirname(path))):
+            os.close(fd)
+            raise PermissionError(errno.EPERM, f"{path} is not used: {reason}")
+        return fd
 
     def close(self, fd: int) -> None:
         os.close(fd)
@@ -105,6 +134,15 @@ class Files:
             os.fsync(fd)
         finally:
             os.close(fd)
+
+
+def _owners(found: os.stat_result, folder: str) -> set[int]:
+    """Users whose files are used: root and this one, by any name that the file system gives it. NFS servers rename."""
+    owners = {0, os.geteuid()}
+    if found.st_uid not in owners:
+        with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=folder) as ours:
+            owners.add(os.fstat(ours.fileno()).st_uid)
+    return owners
 
 
 def _quota_left(fd: int) -> int:

@@ -146,8 +146,10 @@ class Journal:
         new = path_of(self._folder, number)
         head = (HEAD, _HEAD.pack(FORMAT_VERSION, self._storage, number))
         data, frames = self._frames_of([head, *entries], number, 0, 0)
-        fd = self._files.open(f"{new}.new", os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+        fd = self._files.open(f"{new}.new", os.O_RDWR | os.O_CREAT)
         try:
+            if self._files.size(fd):  # not O_TRUNC, which comes before a file of others is refused
+                self._files.truncate(fd, 0)
             write_all(self._files, fd, data, 0)
             self._files.sync(fd)
         except OSError:
