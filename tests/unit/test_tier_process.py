@@ -1,5 +1,6 @@
 """The server's end of a tier process: what it answers, when, and what becomes of one that fails."""
 
+import errno
 import os
 import select
 import signal
@@ -13,8 +14,10 @@ import pytest
 from support import eventually
 
 from vllm_kvtier import __version__
+from vllm_kvtier.store import linux
+from vllm_kvtier.store.tiers.process import child as child_module
 from vllm_kvtier.store.tiers.process import protocol as m
-from vllm_kvtier.store.tiers.process.child import spawn
+from vllm_kvtier.store.tiers.process.child import Child, spawn
 from vllm_kvtier.store.tiers.process.tier_process import BACKOFF, OPENING, READY, STOPPED, TierContext, TierProcess
 from vllm_kvtier.wire.reactor import Reactor
 from vllm_kvtier.wire.stream import read_frame, write_frame
@@ -342,7 +345,15 @@ while True:
 """
 
 
-def test_tier_process_real_child_is_restarted_and_stopped(caplog):
+def no_descriptors(*_):
+    raise OSError(errno.ENOSYS, "Function not implemented")  # Linux before 5.3, gVisor
+
+
+@pytest.mark.parametrize("descriptors", [True, False])
+def test_tier_process_real_child_is_restarted_and_stopped(caplog, monkeypatch, descriptors):
+    if not descriptors:
+        monkeypatch.setattr(linux, "pidfd_open", no_descriptors)
+
     def start(kind, sock, pool_fd, pool_bytes):
         return spawn([sys.executable, "-c", PROGRAM, str(sock.fileno())], (sock.fileno(),))
 
@@ -363,3 +374,29 @@ def test_tier_process_real_child_is_restarted_and_stopped(caplog):
         assert second != first
     with pytest.raises(ProcessLookupError):
         os.kill(second, 0)
+
+
+@pytest.mark.parametrize("descriptors", [True, False])
+def test_child_that_is_killed_ends_once(monkeypatch, descriptors):
+    if not descriptors:
+        monkeypatch.setattr(linux, "pidfd_open", no_descriptors)
+        monkeypatch.setattr(linux, "pidfd_send_signal", no_descriptors)
+    child = spawn([sys.executable, "-c", "import time; time.sleep(600)"], ())
+    poller = select.poll()
+    poller.register(child.ended, select.POLLIN)
+    assert not poller.poll(0) and child.reap() is None
+    child.kill()
+    assert poller.poll(10_000) and child.reap() == -signal.SIGKILL
+    child.kill()
+    assert child.reap() == -signal.SIGKILL
+    child.close()
+    eventually(lambda: not [each for each in threading.enumerate() if each.name == f"kvtier-child-{child.pid}"])
+
+
+def test_child_that_nothing_can_watch_is_not_left_behind(monkeypatch):
+    made = []
+    monkeypatch.setattr(child_module, "_end_of", no_descriptors)  # as where there are too many open files
+    monkeypatch.setattr(child_module, "Child", lambda process: made.append(process) or Child(process))
+    with pytest.raises(OSError, match="not implemented"):
+        spawn([sys.executable, "-c", "import time; time.sleep(600)"], ())
+    assert made[0].wait(10) == -signal.SIGKILL

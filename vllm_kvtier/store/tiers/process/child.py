@@ -1,10 +1,11 @@
 """A tier process as a child of the server. Nothing here blocks."""
 
 import os
-import signal
 import socket
 import subprocess
+import threading
 from collections.abc import Sequence
+from contextlib import suppress
 
 from vllm_kvtier.store import linux
 from vllm_kvtier.store.launcher import package_environment, run_module
@@ -21,16 +22,15 @@ class Child:
         assert process.stderr is not None
         self._process, self._stderr = process, process.stderr
         self.pid = process.pid
-        self.ended = linux.pidfd_open(process.pid)
+        self.ended = _end_of(process.pid)
         self.stderr = self._stderr.fileno()
         os.set_blocking(self.stderr, False)
         self.silent, self.last_line = False, ""
         self._rest, self._lines = b"", 0
 
     def kill(self) -> None:
-        """Send SIGKILL. Idempotent, also after its end."""
-        if self._process.returncode is None:
-            linux.pidfd_send_signal(self.ended, signal.SIGKILL)
+        """Send SIGKILL. Idempotent, also after its end: until it is reaped no other process has its number."""
+        self._process.kill()
 
     def reap(self) -> int | None:
         """Its exit status; below 0: minus the signal that ended it; None: it runs."""
@@ -80,4 +80,24 @@ def spawn(command: Sequence[str], fds: Sequence[int]) -> Child:
         pass_fds=fds,
         start_new_session=True,  # Ctrl-C is for the server
     )
-    return Child(process)
+    try:
+        return Child(process)
+    except BaseException:
+        process.kill()
+        raise
+
+
+def _end_of(pid: int) -> int:
+    """A descriptor that is readable when this child has ended. It is not reaped."""
+    try:
+        return linux.pidfd_open(pid)
+    except OSError:  # Linux before 5.3, or a sandbox
+        reader, writer = os.pipe()
+        threading.Thread(target=_close_at_end, args=(pid, writer), name=f"kvtier-child-{pid}", daemon=True).start()
+        return reader
+
+
+def _close_at_end(pid: int, fd: int) -> None:
+    with suppress(ChildProcessError):  # reaped already
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    os.close(fd)
