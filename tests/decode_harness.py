@@ -217,6 +217,6 @@ class Engine:
 
 
 class Transport(FakeTransport):
-    def __init__(self, name, backends, movable):
+    def __init__(self, name, backends, limits):
         super().__init__()
         self.name = name

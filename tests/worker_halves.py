@@ -14,6 +14,7 @@ from vllm_kvtier.worker.connector_worker import KVTierConnectorWorker
 from vllm_kvtier.worker.context import CacheSetup, RankContext
 from vllm_kvtier.worker.job_table import JobTable
 from vllm_kvtier.worker.nixl_pull.exported_memory import CacheMemory
+from vllm_kvtier.worker.nixl_pull.nixl_transport import UcxLimits
 from vllm_kvtier.worker.nixl_pull.pulls import Stage
 from vllm_kvtier.worker.peer_exchange import PeerExchange
 
@@ -45,7 +46,7 @@ class Half:
         self.server = LinkServer(self.reactor, path, self.heard.append)
         self.reactor.start()
         self.made, self.steps = (
-            KVTierConnectorWorker(0, f"agent{number}", LinkPlace(path), ["UCX"], Uncontained(), movable=True),
+            KVTierConnectorWorker(0, f"agent{number}", LinkPlace(path), ["UCX"], Uncontained(), UcxLimits(True)),
             0,
         )
         self.made.register(CacheSetup(lambda: self.view, memory, lambda view: (0,)))

@@ -58,6 +58,7 @@ from vllm_kvtier.worker.connector_worker import KVTierConnectorWorker
 from vllm_kvtier.worker.context import CacheSetup
 from vllm_kvtier.worker.nixl_pull.encoded_memory import EncodedMemory
 from vllm_kvtier.worker.nixl_pull.exported_memory import CacheMemory
+from vllm_kvtier.worker.nixl_pull.nixl_transport import UcxLimits
 from vllm_kvtier.worker.nixl_pull.peer_memory import PeerMemory
 from vllm_kvtier.worker.peer_fetch.process_memory import identity
 
@@ -261,7 +262,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             link,
             list(self._options.nixl_backends),
             self.containment,
-            movable=sleep.possible(config),
+            UcxLimits(sleep.possible(config), loopback=self._options.cluster_key_file is None),
         )
         if sleep.possible(config):
             sleep.follow(config, self)

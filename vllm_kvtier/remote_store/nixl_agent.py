@@ -31,6 +31,9 @@ logger = get_logger(__name__)
 POLL_SECONDS = 50e-6  # between two polls: socket buffers hold more than a fast network delivers in that time
 SLICE_SECONDS = 2e-3  # of polling, before messages and timers are handled
 _PR_SET_TIMERSLACK = 29
+# For NIXL's ``engine_config``: of network devices UCX uses, and listens on, loopback alone. Its ways within a machine
+# (shared memory, CUDA IPC) are no network devices. UCX_NET_DEVICES in the environment wins.
+LOOPBACK = "NET_DEVICES=lo"
 
 
 class Pool(Protocol):
@@ -45,12 +48,14 @@ class Pool(Protocol):
 @dataclass(frozen=True)
 class Kind:
     """NIXL's view of a pool's memory. ``piece``: bytes registered at a time, from multiples of it on; no read crosses a
-    multiple. ``load``: returns NIXL's Python API, in the build that this process uses."""
+    multiple. ``load``: returns NIXL's Python API, in the build that this process uses. ``loopback``: uses no network
+    device but that (``LOOPBACK``)."""
 
     memory: str = "DRAM"
     device: int = 0
     piece: int = PIECE_BYTES
     load: Callable[[], Any] = load_nixl
+    loopback: bool = False
 
 
 class Poller:
@@ -96,7 +101,7 @@ class Registered:
         self.name, self._pool = name, pool
         self._agent = self._api.nixl_agent(name, self._api.nixl_agent_config(enable_prog_thread=False, backends=[]))
         try:
-            self._agent.create_backend("UCX", {})
+            self._agent.create_backend("UCX", {"engine_config": LOOPBACK} if self.kind.loopback else {})
         except Exception as error:  # NIXL's own classes, or KeyError
             set_to = os.environ.get("UCX_TLS", "")
             hint = f"; beside GPUs NIXL wants cuda_copy in UCX_TLS={set_to}" if set_to and "cuda" not in set_to else ""

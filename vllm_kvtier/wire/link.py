@@ -81,12 +81,14 @@ class LinkRenewed(msgspec.Struct, frozen=True, tag="link_renewed"):
 
 class RemoteStoreSetup(msgspec.Struct, frozen=True, tag="remote_store_setup"):
     """This engine reads from other nodes' stores itself. ``offsets`` and ``codecs`` as in PoolSetup; ``slot_pages``:
-    by group; ``host``: stage in host memory even if the GPU could receive directly."""
+    by group; ``host``: stage in host memory even if the GPU could receive directly; ``loopback``: there is no cluster
+    key, so those nodes are on this machine."""
 
     offsets: list[list[Count]]
     slot_pages: list[Count]
     codecs: list[str]
     host: bool
+    loopback: bool = False
 
 
 class RemoteStoreLost(msgspec.Struct, frozen=True, tag="remote_store_lost"):

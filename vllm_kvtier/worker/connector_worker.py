@@ -21,7 +21,7 @@ from vllm_kvtier.worker.context import CacheSetup, RankContext
 from vllm_kvtier.worker.device.cpu_threads import stay_on_one_core
 from vllm_kvtier.worker.device.step_events import StepEvents
 from vllm_kvtier.worker.job_table import Job, JobTable
-from vllm_kvtier.worker.nixl_pull.nixl_transport import NixlTransport
+from vllm_kvtier.worker.nixl_pull.nixl_transport import NO_LIMITS, NixlTransport, UcxLimits
 from vllm_kvtier.worker.peer_exchange import PeerExchange
 from vllm_kvtier.worker.remote_store.remote_store_worker import RemoteStoreWorker
 from vllm_kvtier.worker.store.store_worker import StoreWorker
@@ -35,16 +35,15 @@ class KVTierConnectorWorker:
         link: LinkPlace,
         backends: list[str],
         containment: Containment,
-        movable: bool = False,
+        limits: UcxLimits = NO_LIMITS,
     ):
-        """``movable``: vLLM may take the cache's memory away, as in sleep mode."""
         self._contain = containment
         self._reactor = Reactor(f"kvtier-worker-{rank}")
         self._link = LinkClient(self._reactor, link, self._on_message, self._on_connected)
         self._jobs = JobTable()
         self._context = RankContext(rank, self._reactor, self._link.send, self._jobs.finish)
         self._exchange = PeerExchange(
-            self._context, agent_name, lambda name: NixlTransport(name, backends, movable), containment
+            self._context, agent_name, lambda name: NixlTransport(name, backends, limits), containment
         )
         self._store: StoreWorker | RemoteStoreWorker | None = None
         self._errors = 0  # internal errors seen so far

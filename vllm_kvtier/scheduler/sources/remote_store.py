@@ -113,7 +113,8 @@ class RemoteStoreSource(StoreSource):
     def _connect(self, plan: SlotPlan) -> None:
         host = wants_host_buffer(self._config.host_buffer, self._info.config, torch.device("cuda"))
         pages, names = [shape.slot_pages for shape in plan.shapes], [codec.name for codec in plan.codecs]
-        self._send(m.RemoteStoreSetup(plan.offsets, pages, names, host))
+        loopback = self._config.cluster_key_file is None
+        self._send(m.RemoteStoreSetup(plan.offsets, pages, names, host, loopback))
 
     def reached(self, message: m.PoolReady) -> None:
         """A rank can read from other nodes, or cannot any more."""

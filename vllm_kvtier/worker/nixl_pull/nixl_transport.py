@@ -16,13 +16,14 @@ import importlib
 import itertools
 import os
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.logs import get_logger
+from vllm_kvtier.remote_store.nixl_agent import LOOPBACK
 
 logger = get_logger(__name__)
 
@@ -54,23 +55,41 @@ def nixl_api() -> Any:
     raise KVTierError(f"NIXL cannot be imported ({problems[0]}); `pip install nixl` to pull KV between engines")
 
 
-# UCX options for memory that sleep mode takes away: a peer's mapping of it (CUDA IPC) or a cached registration would
-# keep it from being freed. vLLM's NixlConnector sets the same.
-MOVABLE = {"engine_config": "RCACHE_ENABLE=n,TLS=^cuda_ipc"}
+@dataclass(frozen=True)
+class UcxLimits:
+    """``movable``: the memory may be taken away while peers know it, as by sleep mode: a peer's mapping of it (CUDA
+    IPC) or a cached registration would keep it from being freed. vLLM's NixlConnector sets the same. ``loopback``: as
+    ``LOOPBACK``; no variable of this process is changed, because another connector's agents may need the network."""
+
+    movable: bool = False
+    loopback: bool = False
+
+    @property
+    def parameters(self) -> dict[str, str]:
+        """Of NIXL's UCX backend."""
+        options = (["RCACHE_ENABLE=n,TLS=^cuda_ipc"] if self.movable else []) + ([LOOPBACK] if self.loopback else [])
+        return {"engine_config": ",".join(options)} if options else {}
+
+
+NO_LIMITS = UcxLimits()
 
 
 class _Agent:
     """A NIXL agent and its registrations. Raises KVTierError without NIXL or any of ``backends``."""
 
-    def __init__(self, name: str, backends: list[str], movable: bool = False):
+    def __init__(self, name: str, backends: list[str], limits: UcxLimits):
         api = nixl_api()
         # UCX would write a line about each read that a retired agent leaves behind.
         os.environ.setdefault("UCX_LOG_LEVEL", "error")
-        plain = [backend for backend in backends if not (movable and backend == "UCX")]
+        plain = [backend for backend in backends if not (limits.parameters and backend == "UCX")]
         config = api.nixl_agent_config(enable_prog_thread=False, enable_listen_thread=False, backends=plain)
         self.nixl = api.nixl_agent(name, config)
-        if plain != backends:
-            self.nixl.create_backend("UCX", MOVABLE)
+        if plain != backends and "UCX" in self.nixl.plugin_list:
+            try:
+                self.nixl.create_backend("UCX", limits.parameters)
+            except Exception as error:  # NIXL's own classes
+                where = " on loopback; UCX_TLS must leave it tcp, or UCX_NET_DEVICES name devices" * limits.loopback
+                raise KVTierError(f"NIXL's UCX backend cannot be created{where}: {error}") from error
         missing = [b for b in backends if b not in self.nixl.backends]
         if len(missing) == len(backends):
             raise KVTierError(
@@ -89,12 +108,11 @@ class _Agent:
 
 
 class NixlTransport:
-    def __init__(self, name: str, backends: list[str], movable: bool = False):
-        """``name``: of no other agent, even one that has ended. ``movable``: the memory may be taken away (``close``)
-        while peers know it. Raises KVTierError if NIXL is missing or none of ``backends`` can be created.
-        """
-        self.name, self._backends = name, list(backends)
-        self._server: _Agent | None = _Agent(name, self._backends, movable)
+    def __init__(self, name: str, backends: list[str], limits: UcxLimits = NO_LIMITS):
+        """``name``: of no other agent, even one that has ended. Raises KVTierError if NIXL is missing or none of
+        ``backends`` can be created."""
+        self.name, self._backends, self._limits = name, list(backends), limits
+        self._server: _Agent | None = _Agent(name, self._backends, limits)
         self._reader: _Agent | None = None
         self._numbers = itertools.count(1)
         self._spans: list[tuple[list[tuple[int, int]], str, int]] = []
@@ -208,7 +226,8 @@ class NixlTransport:
     def _open(self) -> _Agent:
         """The agent that reads, with all registrations."""
         if self._reader is None:
-            reader = _Agent(f"{self.name}:reader-{next(self._numbers)}", self._backends)
+            limits = replace(self._limits, movable=False)  # no peer reads from it
+            reader = _Agent(f"{self.name}:reader-{next(self._numbers)}", self._backends, limits)
             for spans in self._spans:
                 reader.register(*spans)
             self._reader = reader

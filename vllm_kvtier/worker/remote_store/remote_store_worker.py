@@ -13,7 +13,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -79,7 +79,7 @@ class RemoteStoreWorker(StoreLoadWorker):
     ):
         super().__init__(context, view, setup)
         self._make_ring, self._make_reader = make_ring, make_reader
-        self._slot_pages = setup.slot_pages
+        self._slot_pages, self._loopback = setup.slot_pages, setup.loopback
         self._part_pages = [align(nbytes, PAGE) // PAGE for nbytes in self._part_bytes]
         self._stores: dict[str, _Store] = {}  # by instance; the one used last comes last
         self._broken: list[_Store] = []  # with loads that have not ended
@@ -138,7 +138,7 @@ class RemoteStoreWorker(StoreLoadWorker):
         name = uuid.uuid4().hex
 
         def reader(number: str) -> Reader:
-            made = self._make_reader(ring, f"{number} of {name}", ring.kind)
+            made = self._make_reader(ring, f"{number} of {name}", replace(ring.kind, loopback=self._loopback))
             made.register({0})
             return made
 
