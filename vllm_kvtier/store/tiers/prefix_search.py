@@ -72,16 +72,22 @@ def end_of(prefix: Prefix, stored: Container[Name]) -> int:
             missing = next((each for each in ends if prefix.block(group, each) not in stored), end + step)
             end = min(end, missing - step)
     end = prefix.start + max(0, end - prefix.start) // prefix.step * prefix.step
+    sparse = [group for group, shape in enumerate(prefix.groups) if not shape.cache_kind.whole_prefix]
+    stored_from = [end + 1] * len(prefix.groups)  # per group: what ends from here on, up to a later end, is stored
+    align = prefix.step
     while end > prefix.start:  # back to an end without a missing block
-        gaps = (
-            next((each for each in reversed(_needed(prefix, group, end)) if prefix.block(group, each) not in stored), 0)
-            for group, shape in enumerate(prefix.groups)
-            if not shape.cache_kind.whole_prefix
-        )
-        gap = max(gaps, default=0)
-        if not gap:
-            break
-        end = prefix.start + max(0, gap - 1 - prefix.start) // prefix.step * prefix.step
+        for group in sparse:
+            needed = _needed(prefix, group, end)
+            unknown = range(needed.start, min(needed.stop, stored_from[group]), needed.step)
+            gap = next((each for each in reversed(unknown) if prefix.block(group, each) not in stored), 0)
+            if gap:
+                break
+            stored_from[group] = min(stored_from[group], needed.start)
+        else:
+            return end
+        sparse.remove(group)
+        sparse.insert(0, group)  # it may lack the blocks before as well
+        end = prefix.start + max(0, gap - 1 - prefix.start) // align * align
     return end
 
 
