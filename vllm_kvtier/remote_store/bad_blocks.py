@@ -5,6 +5,8 @@ import math
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
+
 from vllm_kvtier.store.index.types import HASH_BYTES
 
 MAX_REMEMBERED = 4096
@@ -22,18 +24,28 @@ class BadBlocks:
 
     def __init__(self) -> None:
         self._blocks: dict[tuple[bytes, int, bytes, str], None] = {}  # oldest first
+        self._by_store: dict[tuple[bytes, str], set[tuple[int, bytes]]] = {}  # by namespace and store
 
     def add(self, namespace_id: bytes, group: int, block_hash: bytes, store: str = "") -> None:
         self._blocks[namespace_id, group, block_hash, store] = None
+        self._by_store.setdefault((namespace_id, store), set()).add((group, block_hash))
         if len(self._blocks) > MAX_REMEMBERED:
-            del self._blocks[next(iter(self._blocks))]
+            self._discard(*next(iter(self._blocks)))
 
     def __contains__(self, name: tuple[bytes, int, bytes]) -> bool:
         return (*name, "") in self._blocks
 
     def remove(self, name: tuple[bytes, int, bytes]) -> None:
         """The store has a valid copy now."""
-        self._blocks.pop((*name, ""), None)
+        if name in self:
+            self._discard(*name, "")
+
+    def _discard(self, namespace_id: bytes, group: int, block_hash: bytes, store: str) -> None:
+        del self._blocks[namespace_id, group, block_hash, store]
+        bad = self._by_store[namespace_id, store]
+        bad.remove((group, block_hash))
+        if not bad:
+            del self._by_store[namespace_id, store]
 
     def good_hash_blocks(
         self,
@@ -46,13 +58,19 @@ class BadBlocks:
     ) -> int:
         """End of the longest prefix of hash blocks [start, num_hash_blocks) without a bad block. A block of every group
         ends there."""
-        if not self._blocks:
+        bad = self._by_store.get((namespace_id, store))
+        if not bad:
             return num_hash_blocks
         align = math.lcm(*(shape.hash_blocks_per_block for shape in shapes))
+        # Blocks that begin as a bad one does. A prompt may have 100,000, and all groups are looked at only for these.
+        begins = np.frombuffer(block_hashes, "<u8")[:: HASH_BYTES // 8][start:num_hash_blocks]
+        bad_begins = np.frombuffer(b"".join(block_hash[:8] for _, block_hash in bad), "<u8")
+        ends = (start + 1 + np.flatnonzero(np.isin(begins, bad_begins))).tolist()
         for group, shape in enumerate(shapes):
-            for end in range(start + shape.hash_blocks_per_block, num_hash_blocks + 1, shape.hash_blocks_per_block):
+            for end in ends:
                 block_hash = block_hashes[(end - 1) * HASH_BYTES : end * HASH_BYTES]
-                if (namespace_id, group, block_hash, store) in self._blocks:
+                whole = end <= num_hash_blocks and not (end - start) % shape.hash_blocks_per_block
+                if whole and (group, block_hash) in bad:
                     num_hash_blocks = max(start, (end - shape.hash_blocks_per_block) // align * align)
                     break
         return num_hash_blocks
