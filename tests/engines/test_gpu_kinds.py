@@ -184,8 +184,10 @@ async def driver(trios: Trios, of: Trio):
         yield driver
 
 
-def right(got: Reply, want: Reply, kind: Kind, what: object) -> None:
-    assert off(got, want, kind.tolerance) < kind.tolerance, (what, got.report)
+def right(got: Reply, want: Reply, kind: Kind, what: object, others: bool = False) -> None:
+    """``others``: they were in its batch, and none in the truth's."""
+    tolerance = (1 + others) * kind.tolerance
+    assert off(got, want, tolerance) < tolerance, (what, got.report)
 
 
 async def known(driver: NodeDriver, engine: Engine, prompt: list[int]) -> int:
@@ -235,6 +237,7 @@ async def test_gpu_kind_is_loaded_from_the_store(of: Trio, kind, driver):
     emptied between their turns."""
     rng = seeded(f"conversations {kind}")
     stem, loaded = random_tokens(rng, of.kind.length), 0
+    failures = await driver.kvtier(of.engine, "integrity_failures")
     conversations = [stem + random_tokens(rng, rng.randrange(1, 500)) for _ in range(3)]
     for turn in range(3):
         left = driver.disconnect(of.engine, conversations[turn] + [300 + turn], 0.05, ASKED)
@@ -242,7 +245,7 @@ async def test_gpu_kind_is_loaded_from_the_store(of: Trio, kind, driver):
         *replies, _ = await asyncio.gather(*asked, left)
         for i, reply in enumerate(replies):
             want = await driver.truth(conversations[i], ANSWER)
-            right(reply, want, of.kind, (turn, len(conversations[i])))
+            right(reply, want, of.kind, (turn, len(conversations[i])), others=True)
             loaded += reply.pulled
             conversations[i] = conversations[i] + reply.tokens + random_tokens(rng, rng.randrange(1, 300))
         at = rng.randrange(len(stem), len(conversations[turn]))
@@ -257,7 +260,7 @@ async def test_gpu_kind_is_loaded_from_the_store(of: Trio, kind, driver):
     print(json.dumps({"kind": kind, "loaded": loaded, "counters": counters}))
     assert loaded > len(stem)
     assert bool(counters.get("synchronous_loads ok")) is SYNC_LOADS
-    assert await driver.kvtier(of.engine, "integrity_failures") == 0
+    assert await driver.kvtier(of.engine, "integrity_failures") == failures
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -294,6 +297,7 @@ async def test_gpu_kind_altered_blocks_of_any_group_change_the_answer(of: Trio, 
         with of.altered(plan):
             reply = await driver.ask(of.engine, prompt, ANSWER, ASKED)
         assert reply.pulled > 0, reply.report
+        print(plan, reply.report)
         want = compared(moved, plan, reply, want, of.kind)
         await driver.until_idle(of.engine)
         await driver.reset(of.engine)
@@ -352,6 +356,6 @@ async def test_gpu_kind_survives_a_killed_store(of: Trio, trios: Trios, kind, dr
     asked = [asyncio.create_task(driver.ask(of.engine, prompt, ANSWER, ASKED)) for prompt in prompts]
     await asyncio.to_thread(trios.store.kill)
     for reply, want in zip(await asyncio.gather(*asked), wants, strict=True):
-        right(reply, want, of.kind, "killed")
+        right(reply, want, of.kind, "killed", others=True)
     await asyncio.to_thread(trios.store.until_up)
     await driver.until_idle(of.engine)
