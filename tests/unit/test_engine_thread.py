@@ -1,5 +1,6 @@
 """Which of vLLM's schedulers is ours: in engines with a loop, without one, and within a MultiConnector."""
 
+import copy
 import os
 import queue
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from vllm.v1.core.kv_cache_utils import init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput
 from vllm.v1.request import RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -23,6 +25,8 @@ from vllm_kvtier.errors import ConfigError
 from vllm_kvtier.jobs.results import LoadResult
 from vllm_kvtier.vllm_compat.connector_types import StepMetadata, WorkerReport
 from vllm_kvtier.vllm_compat.hooks.idle_hook import EngineThread
+from vllm_kvtier.vllm_compat.probe.features import granted
+from vllm_kvtier.vllm_compat.probe.row import Feature
 
 BLOCK = 32
 KVTIER = {
@@ -103,6 +107,28 @@ def test_engine_thread_without_loop_finds_scheduler_at_first_request(engine):
         half = kvtier(core)._scheduler
         assert half.engine_scheduler is core.scheduler and half._engine.scheduler_lock.known
         half._engine.wake()  # there is no loop, and no queue
+
+
+@pytest.mark.skipif(not granted(Feature.SYNC_LOADS), reason="this vLLM's forward waits for no load")
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_output_of_a_step_that_waited_for_a_load_is_verified_before_it_is_read(engine, policy, groups):
+    """By the scheduler that has this connector only. With "fail" vLLM ends requests whose loads failed: none is waited
+    for."""
+    options = {**KVTIER, "kv_connector_extra_config": {"store": "off", "kv_load_failure_policy": policy}}
+    core, seen = engine(options, groups=groups), []
+    half, scheduler = kvtier(core)._scheduler, core.scheduler
+    half._sync_load.verify = lambda results, ranks: seen.append((results, ranks, half._engine.scheduler_lock._depth))
+    come(core)
+    assert half._sync_load.possible == (policy == "recompute")
+    good = LoadResult("r", set(), "", 1, 0.1, 0.0)
+    for waited, report in ((False, None), (True, WorkerReport([good])), (True, None)):
+        step = scheduler.schedule()
+        step.has_sync_kv_loads = waited
+        output = copy.copy(EMPTY_MODEL_RUNNER_OUTPUT)
+        output.kv_connector_output = KVConnectorOutput(kv_connector_worker_meta=report)
+        scheduler.update_from_output(step, output)
+    assert seen == ([([good], 1, 1), ([], 1, 1)] if policy == "recompute" else []), "under the scheduler lock"
 
 
 def test_second_connector_of_one_engine_is_refused(engine):
