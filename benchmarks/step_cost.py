@@ -2,6 +2,7 @@
 
     python benchmarks/step_cost.py --requests 1 64 256 --seconds 6
     python benchmarks/step_cost.py --requests 64 --together          # all begin and end in the same steps
+    python benchmarks/step_cost.py --requests 1 --together --prompt 8200 --generated 1 --hits 2    # vLLM's cache has them
     python benchmarks/step_cost.py --requests 64 --functions 40      # by function, with the profiler's own time
 
 vLLM's own scheduler and the calls of its model runner drive both sides of the connector (tests/decode_harness.py),
@@ -85,7 +86,10 @@ class Load:
         params = SamplingParams(max_tokens=generated, ignore_eos=True, temperature=0.0)
         params.update_from_generation_config({}, 1)
         self._made += 1
-        tokens = self._rng.choices(range(1, 500), k=self.args.prompt)
+        if self.args.hits:
+            tokens = random.Random(self._made % self.args.hits).choices(range(1, 500), k=self.args.prompt)
+        else:
+            tokens = self._rng.choices(range(1, 500), k=self.args.prompt)
         return Request(f"q{self._made}", tokens, params, None, block_hasher=self._hasher)
 
     def begin(self) -> None:
@@ -163,6 +167,7 @@ def main() -> None:
     parser.add_argument("--requests", nargs="+", type=int, default=[64])
     parser.add_argument("--prompt", type=int, default=128, help="tokens")
     parser.add_argument("--generated", type=int, default=192, help="tokens")
+    parser.add_argument("--hits", type=int, default=0, metavar="N", help="only N prompts, in vLLM's prefix cache")
     parser.add_argument("--together", action="store_true", help="requests begin when all before have ended")
     parser.add_argument("--seconds", type=float, default=6.0, help="for each number of requests")
     parser.add_argument("--launch-ms", type=float, default=2.0, help="of a step in which this thread computes")
@@ -176,7 +181,9 @@ def main() -> None:
             store = Store(Path(folder))
             store.start("--size=256MiB")
             try:
-                engine = Engine(Calls(), store, ROOT, pytest.MonkeyPatch(), number, 16)
+                room = {"max_tokens": max(1024, args.prompt + args.generated)}
+                room["blocks"] = 8 * 16 * number + 2048 + (number + args.hits) * room["max_tokens"] // BLOCK
+                engine = Engine(Calls(), store, ROOT, pytest.MonkeyPatch(), number, 16, **room)
                 engine.names = ["first one"]
                 engine.begin()
                 engine.scheduler.finish_requests("first one", RequestStatus.FINISHED_ABORTED)
