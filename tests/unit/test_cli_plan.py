@@ -132,6 +132,37 @@ def test_plan_reads_other_heads_of_layers_of_one_type():
     assert [(each.heads, each.fields[0].count) for each in found.layers] == [(2, 64), (4, 32)]
 
 
+GEMMA_4 = {
+    "num_key_value_heads": 16, "head_dim": 256, "sliding_window": 1024,
+    "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        # As on the hub, and as transformers 5 saves it.
+        {"global_head_dim": 512, "num_global_key_value_heads": 4, "attention_k_eq_v": True},
+        {"per_layer_config": {"3": {"head_dim": 512, "num_key_value_heads": 4}}},
+    ],
+)
+def test_plan_reads_gemma_4_sizes_of_full_attention(fields):
+    found = config(**GEMMA_4, **fields)
+    sizes = [(each.kind.name, each.count, each.heads, each.fields[0].count) for each in found.layers]
+    assert sizes == [("sliding", 3, 16, 256), ("full", 1, 4, 512)]
+    assert models.footprint(found, "raw").gpu == 2 * 2 * (3 * 16 * 256 + 4 * 512)
+
+
+def test_plan_gemma_4_without_shared_keys_and_values_has_the_same_heads_everywhere():
+    found = config(**GEMMA_4, global_head_dim=512, num_global_key_value_heads=4, attention_k_eq_v=False)
+    assert [(each.heads, each.fields[0].count) for each in found.layers] == [(16, 256), (16, 512)]
+
+
+def test_plan_groups_layers_of_one_kind_by_their_sizes():
+    found = config(per_layer_config={"1": {"num_key_value_heads": 1}, "3": {"num_key_value_heads": 1}})
+    assert [(each.count, each.heads) for each in found.layers] == [(2, 2), (2, 1)]
+
+
 def test_plan_reads_nested_text_config():
     assert models.from_config({"text_config": LLAMA, "dtype": "float16"}, "m").layers[0].heads == 2
 
@@ -151,6 +182,8 @@ def test_plan_hybrid_model_has_remark():
         ({"hybrid_override_pattern": "M?*-"}, "hybrid_override_pattern does not say"),
         ({"attn_layer_period": 2}, "attn_layer_period does not say .*attn_layer_offset"),
         ({"block_configs": []}, "differ by block_configs"),
+        ({"per_layer_config": {"1": {"skip": ["attention"]}}}, "differ by skip of per_layer_config"),
+        ({"per_layer_config": {"1": 3}}, "lacks or hides"),
         ({"head_dim": None, "hidden_size": None}, "lacks or hides"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The types of a model's layers and its KV heads, from ``config.json``.
+"""The types of a model's layers, and the fields and KV heads of each, from ``config.json``.
 
 Many models have fields of their own for them; the rules are those of transformers' and vLLM's configuration classes.
 """
@@ -6,6 +6,7 @@ Many models have fields of their own for them; the rules are those of transforme
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from vllm_kvtier.cache_kinds import CacheKind
 from vllm_kvtier.errors import KVTierError
 
 NO_CACHE = ("mlp", "moe")  # types of layers that keep nothing
@@ -52,6 +53,27 @@ def layer_types(text: Mapping[str, Any], name: str) -> list[str]:
     period = text.get("sliding_window_pattern") or _WINDOW_PERIODS.get(text.get("model_type", ""), 0)
     period = len(period) if isinstance(period, str) else int(period)  # EXAONE 4: "LLLG"
     return [_FULL if period and (i + 1) % period == 0 else _WINDOW for i in range(count)]
+
+
+def of_layer(text: Mapping[str, Any], i: int, kind: type[CacheKind], name: str) -> Mapping[str, Any]:
+    """``text`` as it is for layer ``i``, of ``kind``. Raises KVTierError if parts of the layer are left out."""
+    other = text.get("attention_other_setting") or {}  # Step 3.5: of its layers of one type
+    if other.get("attention_type") in kind.layer_types:
+        text = {**text, **other}
+    if (each := text.get("per_layer_config")) is None:
+        return {**text, **_of_global_layers(text)} if _FULL in kind.layer_types else text
+    own = each.get(str(i)) or {}
+    if own.get("skip"):
+        raise KVTierError(f"{name}: its layers differ by skip of per_layer_config, which is not read here")
+    return {**text, **own}
+
+
+def _of_global_layers(text: Mapping[str, Any]) -> dict[str, Any]:
+    """What Gemma 4's layers of full attention have of their own."""
+    own = {"head_dim": text.get("global_head_dim")}
+    if text.get("attention_k_eq_v", True):
+        own["num_key_value_heads"] = text.get("num_global_key_value_heads")
+    return {field: value for field, value in own.items() if value}
 
 
 def kv_heads(text: Mapping[str, Any]) -> int:

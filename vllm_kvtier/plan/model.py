@@ -5,8 +5,9 @@ same layouts that slots are made of (``codecs.parts``, ``wire.slots``), rounding
 """
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -98,32 +99,30 @@ def from_config(config: Mapping[str, Any], name: str, cache_dtype: str = "auto")
     if dtype not in _DTYPES:
         raise KVTierError(f"{name}: a KV cache of {dtype} is not known here; give --kv-cache-dtype")
     remarks: list[str] = []
-    kinds = _kinds(text, remarks, name)
-    layers = []
-    for kind in dict.fromkeys(kinds):
-        layers.append(_layers(text, kind, kinds.count(kind), name))
-    if not layers:
+    alike = Counter(_layer(text, i, kind, name) for i, kind in _kinds(text, remarks, name))
+    if not alike:
         raise KVTierError(f"{name}: none of its layers keeps KV of tokens")
-    return Model(name, dtype, tuple(layers), int(text.get("max_position_embeddings", 0)) or 1 << 17, tuple(remarks))
+    layers = tuple(replace(layer, count=count) for layer, count in alike.items())
+    return Model(name, dtype, layers, int(text.get("max_position_embeddings", 0)) or 1 << 17, tuple(remarks))
 
 
-def _kinds(text: Mapping[str, Any], remarks: list[str], name: str) -> list[type[CacheKind]]:
-    """Of each layer that keeps KV of its own."""
-    kinds: list[type[CacheKind]] = []
+def _kinds(text: Mapping[str, Any], remarks: list[str], name: str) -> list[tuple[int, type[CacheKind]]]:
+    """(number, kind) of each layer that keeps KV of its own."""
+    kinds: list[tuple[int, type[CacheKind]]] = []
     states = 0
     given = layer_types.layer_types(text, name)
-    for each in given:
+    for i, each in enumerate(given):
         kind = of_layer_type(each)
         if kind is not None and Contents.STATE in kind.specs.values():
             states += 1
         elif each in layer_types.NO_CACHE:
             continue
         elif text.get("kv_lora_rank"):
-            kinds.append(KINDS["mla"])
+            kinds.append((i, KINDS["mla"]))
         elif kind is None:
             raise KVTierError(f"{name}: layers of type {each} are not known here")
         else:
-            kinds.append(kind)
+            kinds.append((i, kind))
     if states:
         remarks.append(
             f"{states} of {len(given)} layers keep states, a few for each prompt, which are not counted here"
@@ -133,21 +132,20 @@ def _kinds(text: Mapping[str, Any], remarks: list[str], name: str) -> list[type[
     return kinds
 
 
-def _layers(text: Mapping[str, Any], kind: type[CacheKind], count: int, name: str) -> Layers:
+def _layer(text: Mapping[str, Any], i: int, kind: type[CacheKind], name: str) -> Layers:
+    """Layer ``i`` alone."""
     try:
+        text = layer_types.of_layer(text, i, kind, name)
         if Contents.LATENT in kind.specs.values():
             rope = int(text["qk_rope_head_dim"])
             fields = (Field("latent", int(text["kv_lora_rank"])), Field("rope", rope))
-            return Layers(kind(), count, 1, fields if rope else fields[:1])
-        other = text.get("attention_other_setting") or {}  # Step 3.5: of its layers of one type
-        if other.get("attention_type") in kind.layer_types:
-            text = {**text, **other}
+            return Layers(kind(), 1, 1, fields if rope else fields[:1])
         heads = layer_types.kv_heads(text)
         size = int(text.get("head_dim") or int(text["hidden_size"]) // int(text["num_attention_heads"]))
         window = int(text[kind.window_field]) if kind.window_field else None
         fields = (Field("k", size), Field("v", int(text.get("v_head_dim") or size)))
-        return Layers(kind(window), count, heads, fields)
-    except (KeyError, TypeError, ValueError) as error:
+        return Layers(kind(window), 1, heads, fields)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise KVTierError(f"{name}: its configuration lacks or hides {error}") from error
 
 
