@@ -459,7 +459,7 @@ async def test_client_that_reads_nothing_is_disconnected_after_timeout():
 async def test_client_that_never_sends_its_body_gets_408():
     async with Cluster(client_timeout=0.2) as c:
         reader, writer = await asyncio.open_connection("127.0.0.1", int(c.url.rpartition(":")[2]))
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: h\r\ncontent-length: 99\r\n\r\n{")
+        writer.write(b"POST /v1/completions HTTP/1.1\r\ncontent-type: application/json\r\ncontent-length: 99\r\n\r\n{")
         assert b"408" in await within(5, reader.readline())
         writer.close()
 

@@ -219,7 +219,8 @@ async def test_log_of_proxy_under_malformed_requests_is_bounded():
             url = line.partition("running on ")[2].split(" ")[0].strip()
         host, port = url.removeprefix("http://").split(":")
         told = asyncio.create_task(process.stderr.read())  # a full pipe would hold the proxy up
-        for said in [b"nonsense\r\n\r\n", b"POST /v1/chat/completions HTTP/1.1\r\ncontent-length: 1\r\n\r\n["] * 300:
+        post = b"POST /v1/chat/completions HTTP/1.1\r\ncontent-type: application/json\r\ncontent-length: 1\r\n\r\n["
+        for said in [b"nonsense\r\n\r\n", post] * 300:
             reader, writer = await asyncio.open_connection(host, int(port))
             writer.write(said)
             await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 30)

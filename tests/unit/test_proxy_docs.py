@@ -68,7 +68,9 @@ async def test_proxy_docs_commands_work(text):
         await c.chat("u1")
         url = next(word for word in words if word.startswith("http")).removeprefix("http://127.0.0.1:8000")
         body = words[words.index("-d") + 1].replace("http://127.0.0.1:8200", c.d[0].url) if "-d" in words else None
-        reply = await c.client.request("GET" if body is None and "POST" not in words else "POST", url, content=body)
+        method = "GET" if body is None and "POST" not in words else "POST"
+        headers = dict(words[i + 1].split(": ") for i, word in enumerate(words) if word == "-H")
+        reply = await c.client.request(method, url, content=body, headers=headers)
         expected = 409 if url.endswith("/reload") else 200  # this one has no file
         assert reply.status_code == expected, reply.text
         if body:

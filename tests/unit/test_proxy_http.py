@@ -15,6 +15,7 @@ from proxy_fakes import ALONE, Cluster, alone, events, text_of, turn
 from vllm_kvtier.proxy.routes.connections import MAX_HEAD_BYTES
 from vllm_kvtier.scheduler.matching.transfer_params import Hints, read
 
+JSON = {"Content-Type": "application/json"}
 REPORT = {"X-KVTier-Report": "1"}
 
 
@@ -307,11 +308,26 @@ async def test_engine_that_serves_is_available_whatever_its_probe_says():
 
 async def test_invalid_request_reaches_no_engine():
     async with Cluster(max_body_bytes=1000) as c:
-        post = lambda body: c.client.post("/v1/chat/completions", content=body)  # noqa: E731
+        post = lambda body: c.client.post("/v1/chat/completions", content=body, headers=JSON)  # noqa: E731
         for body, status in ((b"{", 400), (b'{"cache_salt": 5}', 400), (b"x" * 1001, 413)):
             reply = await post(body)
             assert reply.status_code == status and reply.json()["error"]["code"] == status
         assert not c.p[0].seen and not c.d[0].seen
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/inference/v1/generate"])
+@pytest.mark.parametrize("given", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "", None])
+async def test_generation_refuses_what_browsers_send_for_any_page(path, given):
+    """Without asking first (CORS). vLLM refuses it with 400, too."""
+    async with Cluster() as c:
+        body = json.dumps(turn("hello") | {"prompt": "hello", "token_ids": [1]}).encode()
+        headers = {"Origin": "https://evil.example"} | ({} if given is None else {"Content-Type": given})
+        reply = await c.client.post(path, content=body, headers=headers)
+        error = reply.json()["error"]
+        assert reply.status_code == error["code"] == 400 and "Only 'application/json' is allowed" in error["message"]
+        assert not c.p[0].seen and not c.d[0].seen
+        for right in ("application/json", "Application/JSON; charset=utf-8"):
+            assert (await c.client.post(path, content=body, headers={"Content-Type": right})).status_code == 200
 
 
 DEEP = b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
@@ -324,7 +340,7 @@ DEEP = b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
 async def test_invalid_json_returns_400_with_cause(path, body):
     async with Cluster() as c:
         with anyio.fail_after(5):
-            reply = await c.client.post(path, content=body, headers={"X-Request-Id": "r"})
+            reply = await c.client.post(path, content=body, headers={"X-Request-Id": "r", **JSON})
         error = reply.json()["error"]
         assert reply.status_code == error["code"] == 400 and error["type"] == "invalid_request_error"
         assert reply.headers["x-request-id"] == "r"
@@ -360,7 +376,7 @@ async def test_request_body_too_large_is_refused_before_its_end(chunked):
     async with Cluster(max_body_bytes=100_000, client_timeout=2) as c:
         reader, writer = await asyncio.open_connection("127.0.0.1", int(c.url.rpartition(":")[2]))
         length = b"transfer-encoding: chunked" if chunked else b"content-length: 1000000000"
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: h\r\n" + length + b"\r\n\r\n")
+        writer.write(HEAD + b"Content-Type: application/json\r\n" + length + b"\r\n\r\n")
         with anyio.fail_after(5):
             # More than a socket's buffers hold: the client would not see an answer sent before the body is read.
             for _ in range(2000):
@@ -509,7 +525,7 @@ async def test_client_that_leaves_a_pipelined_request_is_noticed():
         c.d[0].hold = asyncio.Event()
         _, writer = await asyncio.open_connection("127.0.0.1", int(c.url.rpartition(":")[2]))
         body = json.dumps(turn("a")).encode()
-        head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(body)
+        head = HEAD + b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
         writer.write(head + body + b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
         await c.d[0].until_seen(1)
         assert c.core.decode[0].outstanding == 1

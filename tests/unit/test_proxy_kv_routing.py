@@ -180,7 +180,7 @@ async def test_kept_ids_of_prompts_of_few_tokens_are_bounded(monkeypatch):
     async with cluster() as (c, _):
         for i in range(20):
             body = b'{"model":"m","messages":[{"role":"user","content":"%d"%s}]}' % (i, b" " * 2000)
-            await c.client.post("/v1/chat/completions", content=body)
+            await c.client.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
         assert c.core.state()["counts"]["tokenized"] == 20
         assert len(c.core.tokenizer._kept) == 1000 // 130
 

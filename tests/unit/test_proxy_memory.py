@@ -21,6 +21,7 @@ from vllm_kvtier.proxy.messages.request_bodies import ClientRequest
 # ---------------------------------------------------------------- memory of all requests together
 
 MB = 1_000_000
+HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: h\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
 BOUND = dict(max_body_bytes=MB, max_event_bytes=MB, max_buffered_bytes=MB)
 
 
@@ -190,7 +191,7 @@ async def test_answers_that_clients_do_not_read_are_counted_until_the_timeout(st
         c.core.count = count_left
         _, writer = await asyncio.open_connection("127.0.0.1", int(c.url.rpartition(":")[2]))
         body = json.dumps(turn("hello", stream=stream)).encode()
-        writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: h\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        writer.write(HEAD % len(body) + body)
         await c.until(lambda: held)
         writer.close()
         assert held[0] > 15 * MB and buffered(c)["answers"] == 0
@@ -204,7 +205,7 @@ async def test_connections_of_clients_that_do_not_read_are_ended(chunks):
         connections = c._proxy.server_state.connections
         _, writer = await asyncio.open_connection("127.0.0.1", int(c.url.rpartition(":")[2]), limit=1024)
         body = json.dumps(turn("hello", stream=chunks > 1)).encode()
-        writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: h\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        writer.write(HEAD % len(body) + body)
         await c.until(lambda: c.core.state()["counts"].get("clients_left"))
         await c.until(lambda: not connections)
         writer.close()

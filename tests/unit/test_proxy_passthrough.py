@@ -193,7 +193,8 @@ async def test_bodies_in_all_encodings_of_json_are_salted(path, encoding):
     async with Cluster(extra_routes=("/custom",)) as c:
         given = {"input": "x", "prompt": "x", "kv_transfer_params": aim}
         body = json.dumps(given).encode(encoding)
-        reply = await c.client.post(path, content=body, headers={"content-type": "text/plain"})
+        content_type = "application/json" if path == "/v1/completions" else "text/plain"
+        reply = await c.client.post(path, content=body, headers={"content-type": content_type})
         assert reply.status_code == 200
         (seen,) = c.d[0].passed or c.d[0].seen
         sent = json.loads(seen.body) if isinstance(seen.body, bytes) else seen.body

@@ -107,7 +107,8 @@ class ProxyApp:
         if owner is not None or core.tenants.trust_header:  # else a client can invent tenants
             incoming.body_held.tenant = incoming.answer_held.tenant = tenant
         if (route := _GENERATING.get(path)) is not None:
-            return path, _only(incoming, ("POST",)) or partial(self._generate, incoming, route, tenant, owner)
+            refused = _only(incoming, ("POST",)) or _only_json(incoming)
+            return path, refused or partial(self._generate, incoming, route, tenant, owner)
         if path == "/kvtier/query":
             return path, _only(incoming, ("POST",)) or partial(self._query, incoming, tenant)
         if (rule := find_passthrough(path, core.config.extra_routes)) is not None:
@@ -152,3 +153,11 @@ def _only(incoming: Incoming, methods: tuple[str, ...]) -> Answer | None:
         return None
     message = f"{incoming.method} {incoming.path}: Method Not Allowed."
     return refusal(405, message, "invalid_request_error", {"allow": ", ".join(methods), **CLOSING})
+
+
+def _only_json(incoming: Incoming) -> Answer | None:
+    """As vLLM: a browser lets any page send what it calls plain text or a form, and asks first what it calls JSON."""
+    if incoming.headers.get("content-type", "").partition(";")[0].strip().lower() == "application/json":
+        return None
+    message = "Unsupported Media Type: Only 'application/json' is allowed"
+    return refusal(400, message, "invalid_request_error", CLOSING)
