@@ -1,10 +1,13 @@
 """`kvtier bench`: each bench moves what it says, right bytes, and says why where it cannot."""
 
 import json
+import signal
+import subprocess
 import sys
 
 import pytest
 import torch
+from support import eventually
 from typer.testing import CliRunner
 
 from vllm_kvtier import codecs
@@ -85,7 +88,38 @@ def test_bench_disk_prints_rates(tmp_path):
     assert [row["name"] for row in found["rows"]] == ["read", "write"]
     assert all(row["bytes_per_second"] > 1e6 and row["limit"] > 1e6 for row in found["rows"])
     assert "disk" in from_bench(found)
-    assert list((tmp_path / "there").iterdir()) == [], "nothing is left there"
+    assert list(tmp_path.iterdir()) == [], "nothing is left there"
+
+
+def test_bench_disk_makes_no_folder_above_the_one_it_is_given(tmp_path):
+    """Its disk may not be mounted. A tier makes only its own folder, for its user alone."""
+    result = bench("disk", "--disk", tmp_path / "disk" / "kvtier", "--disk-mib", 64)
+    assert result.exit_code == 1 and "mount its disk, or make it" in " ".join(result.stderr.split())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bench_disk_folder_is_its_users_alone_and_stays_if_used(tmp_path, monkeypatch):
+    modes = []
+
+    def fail(own, nbytes):
+        modes.append(own.parent.parent.stat().st_mode & 0o777)
+        (own.parent.parent / "lock").touch()  # a store opens its tier there
+        raise KVTierError("stopped")
+
+    monkeypatch.setattr(disk, "DiskTierClient", fail)
+    with pytest.raises(KVTierError, match="stopped"):
+        disk.measure(0.1, tmp_path / "there")
+    assert modes == [0o700] and [each.name for each in (tmp_path / "there").iterdir()] == ["lock"]
+
+
+@pytest.mark.parametrize("begun", ["tier", "tier/slots"])
+def test_bench_disk_removes_its_files_when_it_is_terminated(tmp_path, begun):
+    command = [sys.executable, "-m", "vllm_kvtier.cli.__main__", "bench", "disk", "--seconds", "60", "--disk-mib", "64"]
+    process = subprocess.Popen([*command, "--disk", tmp_path / "there"], stderr=subprocess.DEVNULL)
+    eventually(lambda: list(tmp_path.glob(f"there/*/{begun}")), 60)
+    process.terminate()
+    assert process.wait(60) == 128 + signal.SIGTERM
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_bench_disk_unusable_path_fails_with_cause(tmp_path):

@@ -4,6 +4,7 @@ The limit is the rate of plain threads with O_DIRECT at random positions of the 
 files are removed at the end.
 """
 
+import contextlib
 import itertools
 import mmap
 import os
@@ -13,7 +14,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from vllm_kvtier.store import linux
 from vllm_kvtier.store.index.types import ZERO
 from vllm_kvtier.store.launcher import package_environment, run_module
 from vllm_kvtier.store.protocol import PAGE, GroupShape
+from vllm_kvtier.store.tiers.disk.file_ops import Files
 from vllm_kvtier.store.tiers.process import protocol as m
 from vllm_kvtier.store.tiers.process.main import Pool
 from vllm_kvtier.wire.stream import read_frame, write_frame
@@ -59,15 +61,20 @@ class DiskTierClient:
         theirs.close()
         self._ids, self._names = itertools.count(1), itertools.count(1)
         self._there: dict[int, bytes] = {}  # block number -> name
+        try:
+            self._fill(folder, nbytes, pool_bytes)
+        except BaseException:
+            self.close()
+            raise
+
+    def _fill(self, folder: Path, nbytes: int, pool_bytes: int) -> None:
         self._send(m.Open({"path": str(folder), "size": nbytes}, pool_bytes, __version__))
         while isinstance(reply := self._receive(), m.Kept):
             continue
         if not isinstance(reply, m.Opened):
-            self.close()
             raise KVTierError(f"the disk tier cannot use {folder}: {getattr(reply, 'reason', reply)}")
         self.note, self._blocks = reply.note, (reply.capacity_pages - 1) // BLOCK_PAGES
         if not self._blocks:
-            self.close()
             raise KVTierError(f"the disk tier cannot use {folder}: {self.note}")
         for at in range(0, self._blocks, BATCH_BLOCKS):
             self._send(self._write(list(range(at, min(at + BATCH_BLOCKS, self._blocks))), 0))
@@ -202,14 +209,28 @@ class Plain:
         os.close(self._fd)
 
 
+@contextlib.contextmanager
+def _own_folder(folder: Path) -> Iterator[Path]:
+    """A new folder in ``folder``, which is made as a tier makes its own. What was made is removed at the end."""
+    with contextlib.ExitStack() as made:
+        try:
+            if Files().make_folder(str(folder)):
+                made.callback(_remove_if_empty, folder)  # a store may use it by then
+            own = Path(tempfile.mkdtemp(prefix="kvtier-bench-", dir=folder))
+        except OSError as error:
+            raise KVTierError(f"{folder} cannot be written to: {error.strerror}") from error
+        made.callback(shutil.rmtree, own, ignore_errors=True)
+        yield own
+
+
+def _remove_if_empty(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+
+
 def measure(seconds: float, folder: Path, nbytes: int = 512 << 20) -> list[Row]:
     """Write ``nbytes`` to ``folder``, twice. Raises KVTierError if that fails."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        own = Path(tempfile.mkdtemp(prefix="kvtier-bench-", dir=folder))
-    except OSError as error:
-        raise KVTierError(f"{folder} cannot be written to: {error.strerror}") from error
-    try:
+    with _own_folder(folder) as own:
         tier = DiskTierClient(own / "tier", nbytes)
         try:
             plain = Plain(own, nbytes)
@@ -220,7 +241,5 @@ def measure(seconds: float, folder: Path, nbytes: int = 512 << 20) -> list[Row]:
                 plain.close()
         finally:
             tier.close()
-    finally:
-        shutil.rmtree(own, ignore_errors=True)
     word = f"{THREADS} threads of plain O_DIRECT"
     return [Row("disk", way, found[way], found[f"plain {way}"], word, tier.note) for way in ("read", "write")]

@@ -3,6 +3,8 @@
 import json
 import os
 import platform
+import signal
+import sys
 import tempfile
 from pathlib import Path
 from typing import Annotated
@@ -53,14 +55,18 @@ def bench(
     errors = inputs.error_console()
     folder = disk or Path(tempfile.gettempdir())
     rows, failed = [], {}
-    for name in wanted:
-        with errors.status(f"{name} ..."):
-            try:
-                rows += _measure(name, seconds, folder, disk_mib << 20, device, nixl_backend or ["UCX"])
-            except KVTierError as error:
-                failed[name] = str(error)
-            except (RuntimeError, OSError) as error:  # of a driver, of torch
-                failed[name] = f"{type(error).__name__}: {error}"
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # files are removed
+    try:
+        for name in wanted:
+            with errors.status(f"{name} ..."):
+                try:
+                    rows += _measure(name, seconds, folder, disk_mib << 20, device, nixl_backend or ["UCX"])
+                except KVTierError as error:
+                    failed[name] = str(error)
+                except (RuntimeError, OSError) as error:  # of a driver, of torch
+                    failed[name] = f"{type(error).__name__}: {error}"
+    finally:
+        signal.signal(signal.SIGTERM, before)
     for name, reason in failed.items():
         errors.print(f"{name}: {reason}", markup=False)
     about = _about(device)
