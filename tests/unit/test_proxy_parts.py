@@ -1,6 +1,7 @@
 """The proxy's parts without sockets: options, bodies, salts, names of conversations, routes."""
 
 import json
+import math
 import sys
 
 import msgspec
@@ -71,6 +72,8 @@ def test_engine_address_with_bad_endpoint_raises(text):
         ({"decode": (EngineAddress("http://h:1/v1"),)}, "before /v1"),
         ({"decode": D + D}, "twice"),
         ({"prefill_timeout": 0}, "more than zero"),
+        ({"connect_timeout": math.inf}, "connect_timeout is inf; it must be a number of seconds"),
+        ({"retry_after_max": math.inf}, "retry_after_max is inf; it must be a number of seconds"),
         ({"affinity_slack": -1}, "not be negative"),
         ({"backoff_initial": 9, "backoff_max": 1}, "backoff_initial is 9 s; it must be at most"),
     ],

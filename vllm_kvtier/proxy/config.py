@@ -242,6 +242,9 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         for name in _POSITIVE:
             if not getattr(self, name) > 0:  # nor NaN
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be more than zero.")
+        for name in ("connect_timeout", "retry_after_max"):
+            if not getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be a number of seconds.")
         for name in _NOT_NEGATIVE:
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must not be negative.")
