@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from vllm_kvtier.cli.__main__ import app
 from vllm_kvtier.devtools.engines import Engine, kvtier
 from vllm_kvtier.devtools.processes import free_port
-from vllm_kvtier.doctor.engines.endpoint import EndpointProbe, NoEndpoint, field_label
+from vllm_kvtier.doctor.engines.endpoint import EndpointProbe, NoEndpoint, field_label, parse_address
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.wire.auth import ClusterKey
@@ -273,6 +273,12 @@ def test_doctor_engine_that_refuses_questions_is_busy_and_does_not_hang(make):
 def test_doctor_engine_without_address_is_found(make):
     _, checks = doctor("--endpoint", "somewhere")
     assert "'somewhere' is not HOST:PORT" in only(checks, "fail")["message"]
+
+
+@pytest.mark.parametrize("port", ["", "0", "-1", "65536", "²", "٣", "9" * 5000])
+def test_doctor_port_that_is_none_is_refused_in_words(port):
+    with pytest.raises(KVTierError, match="is not HOST:PORT"):
+        parse_address(f"here:{port}")
 
 
 @pytest.fixture

@@ -53,7 +53,7 @@ class Identity:
 def parse_address(text: str) -> tuple[str, int]:
     """Raises KVTierError if it is not HOST:PORT."""
     host, _, port = text.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+    if not host or re.fullmatch("[0-9]{1,5}", port) is None or not 0 < int(port) < 65536:
         raise KVTierError(f"{text!r} is not HOST:PORT")
     return host.strip("[]"), int(port)
 
