@@ -270,6 +270,16 @@ def test_plan_plain_and_xz_traces_are_equal(tmp_path):
     assert traces.read(tmp_path / "a.jsonl") == traces.read(tmp_path / "a.jsonl.xz") == [(1.5, [1, 2])]
 
 
+@pytest.mark.parametrize("low", [-(1 << 63), -40, 1 << 63])
+def test_plan_replay_of_signed_hashes_equals_that_of_numbers(tmp_path, low):
+    for name, first in (("plain", 0), ("signed", low)):
+        rows = [{"timestamp": when, "hash_ids": [first + i for i in ids]} for when, ids in conversations(6, 40)]
+        (tmp_path / name).write_text("\n".join(map(json.dumps, rows)))
+    plain, signed = (traces.read(tmp_path / name) for name in ("plain", "signed"))
+    assert traces.ideal(signed) == traces.ideal(plain)
+    assert replay(signed, 50)["hits"] == replay(plain, 50)["hits"] > 0
+
+
 # -- when it pays --------------------------------------------------------------------------------------------------
 
 

@@ -8,6 +8,7 @@ import itertools
 import json
 import lzma
 from pathlib import Path
+from typing import Any
 
 from vllm_kvtier.errors import KVTierError
 
@@ -21,7 +22,7 @@ def read(path: Path) -> Requests:
         opened = lzma.open(path, "rt") if path.suffix == ".xz" else path.open()
         with opened as lines:
             rows = [json.loads(line) for line in lines if line.strip()]
-        requests = [(float(row.get("timestamp", 0)) / 1000, list(map(int, row["hash_ids"]))) for row in rows]
+        requests = [(float(row.get("timestamp", 0)) / 1000, [_folded(i) for i in row["hash_ids"]]) for row in rows]
     except (OSError, lzma.LZMAError, ValueError, KeyError, TypeError, AttributeError) as error:
         words = f"a line has no {error}" if isinstance(error, KeyError) else error
         raise KVTierError(f"{path} is not a trace (JSON lines with hash_ids, as Mooncake's): {words}") from error
@@ -29,6 +30,11 @@ def read(path: Path) -> Requests:
     if not requests:
         raise KVTierError(f"{path} holds no request with blocks")
     return requests
+
+
+def _folded(number: Any) -> int:
+    """Without a sign, which hashes may have: negative ids are those of a benchmark's scans."""
+    return int(number) % (1 << 64)
 
 
 def ideal(requests: Requests) -> float:
