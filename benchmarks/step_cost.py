@@ -2,7 +2,7 @@
 
     python benchmarks/step_cost.py --requests 1 64 256 --seconds 6
     python benchmarks/step_cost.py --requests 64 --together          # all begin and end in the same steps
-    python benchmarks/step_cost.py --requests 1 --together --prompt 8200 --generated 1 --hits 2    # vLLM's cache has them
+    python benchmarks/step_cost.py --requests 1 --together --prompt 8200 --generated 1 --hits 2  # vLLM's cache has them
     python benchmarks/step_cost.py --requests 64 --functions 40      # by function, with the profiler's own time
 
 vLLM's own scheduler and the calls of its model runner drive both sides of the connector (tests/decode_harness.py),
