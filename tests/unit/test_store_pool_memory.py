@@ -8,12 +8,15 @@ import os
 import platform
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
-from support import eventually
+from support import Clock, eventually
+from tier_backend_fakes import FakeReactor
 
 from vllm_kvtier.errors import ConfigError, KVTierError
 from vllm_kvtier.store import linux
+from vllm_kvtier.store.index.index import Index
 from vllm_kvtier.store.memory import pool_memory
 from vllm_kvtier.store.memory.client_mapping import PoolMapping
 from vllm_kvtier.store.memory.memory_limits import (
@@ -25,9 +28,12 @@ from vllm_kvtier.store.memory.memory_limits import (
     pool_bytes,
 )
 from vllm_kvtier.store.memory.pool_memory import PoolMemory, next_step
+from vllm_kvtier.store.memory.slot_pool import SlotPool
 from vllm_kvtier.store.options import StoreOptions, parse
 from vllm_kvtier.store.protocol import PAGE, PIECE_BYTES
 from vllm_kvtier.store.server import server
+from vllm_kvtier.store.tiers import tier_stack
+from vllm_kvtier.store.tiers.disk.tier import DiskTier
 from vllm_kvtier.store.tiers.tier_stack import bytes_beside_pool
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -98,6 +104,20 @@ def test_pool_size_leaves_the_memory_of_tiers():
     assert pool_bytes("auto", MemoryLimits(16 * GIB, 6 * GIB, ""), tiers) + beside < 6 * GIB
     with pytest.raises(ConfigError, match="too small"):
         pool_bytes("auto", MemoryLimits(16 * GIB, 4 * GIB, ""), tiers)
+
+
+@pytest.mark.parametrize(("huge", "to_commit"), [(False, 2 * GIB), (True, 0)])
+def test_disk_tier_grows_into_memory_that_nothing_else_takes(monkeypatch, huge, to_commit):
+    limits = MemoryLimits(64 * GIB, 32 * GIB, "this test's memory")
+    monkeypatch.setattr(tier_stack, "memory_limits", lambda: limits)
+    options = StoreOptions(disk_path="/disk", disk_size="4TiB", object_url="file:///tmp/objects")
+    objects = sum(bytes_beside_pool(replace(options, disk_path="")).values())
+    memory = SimpleNamespace(fd=-1, nbytes=4 * GIB, usable=4 * GIB, ready=2 * GIB, huge_pages=huge)
+    given = []
+    monkeypatch.setattr(tier_stack, "DiskTier", lambda *args: given.append(args[-1]) or DiskTier(*args))
+    index = Index(SlotPool(1), None, Clock())
+    tier_stack.open_tiers(options, index, memory, FakeReactor(Clock()), lambda: None)
+    assert objects > 0 and given[0]() == limits.fits - to_commit - objects
 
 
 def test_store_does_not_start_where_a_segment_does_not_fit(tmp_path, monkeypatch):

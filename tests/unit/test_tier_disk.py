@@ -13,7 +13,7 @@ from tier_backend_fakes import FakeMover, FakeReactor
 from vllm_kvtier.store.index.types import ZERO
 from vllm_kvtier.store.protocol import GroupShape
 from vllm_kvtier.store.tiers.base import Block, Want
-from vllm_kvtier.store.tiers.disk import slot_map
+from vllm_kvtier.store.tiers.disk import block_limit, slot_map
 from vllm_kvtier.store.tiers.disk import tier as d
 from vllm_kvtier.store.tiers.process import protocol as m
 from vllm_kvtier.store.tiers.process.tier_process import OPENING, READY, TierContext
@@ -49,13 +49,14 @@ def kept_of(*numbers: int, position: int = 1) -> list[m.Move]:
 
 
 class Bench:
-    def __init__(self, pages=41, up=True, **options):
+    def __init__(self, pages=41, up=True, free=lambda: 1 << 60, **options):
         self.clock = Clock()
         self.reactor = FakeReactor(self.clock)
         self.known = {NAMESPACE_ID: (16, SHAPES), OTHER: (16, SHAPES)}
         self.changes = 0
         context = TierContext(-1, 1 << 20, self.reactor, self.clock, make_process=FakeMover)
-        self.tier = d.DiskTier(context, {"path": "/x", "size": pages * PAGE, **options}, self.known.get)
+        options = {"path": "/x", "size": pages * PAGE, **options}
+        self.tier = d.DiskTier(context, options, self.known.get, free_memory=free)
         self.tier.on_change = self.changed
         self.tier_process: FakeMover = self.tier._tier_process
         self.tier.start()
@@ -180,6 +181,43 @@ def test_disk_tier_eviction_is_reported_with_replacing_write():
     sent = b.tier_process.sent[-1]
     assert set(sent.gone) == {before[hash_of(11)], before[hash_of(12)]} == {x.position for x in sent.moves}
     assert b.tier.counts().evicted_blocks == 2
+
+
+def test_disk_tier_lists_no_more_blocks_than_memory_is_free_for(monkeypatch, caplog):
+    """Small blocks take more memory than the check of the start counts, once a disk has filled."""
+    monkeypatch.setattr(block_limit, "STEP", 4 * block_limit.BLOCK_BYTES)
+    free = [block_limit.STEP]  # for four blocks
+    b = Bench(free=lambda: free.pop() if free else block_limit.STEP - 1)
+    b.write(blocks_of(1, 2, 3, 4))
+    b.write(blocks_of(11, 12))
+    assert b.tier.counts().blocks == 4 and b.tier.counts().evicted_blocks == 2
+    assert b.find(11, 12).num_hash_blocks == 2 and b.find(1, 2, 3, 4).num_hash_blocks == 2
+    b.write(blocks_of(21, 22))
+    assert b.tier.counts().blocks == 4 and len(b.tier_process.sent[-1].gone) == 2
+    assert caplog.text.count("no memory is free for tables of more than 4 blocks") == 1
+    free += [block_limit.STEP]
+    b.write(blocks_of(31, 32, 33, 34))
+    assert b.tier.counts().blocks == 8
+
+
+def test_disk_tier_restores_no_more_blocks_than_memory_is_free_for(monkeypatch):
+    monkeypatch.setattr(block_limit, "STEP", 4 * block_limit.BLOCK_BYTES)
+    free = [block_limit.STEP]
+    b = Bench(up=False, free=lambda: free.pop() if free else 0)
+    b.open(kept_of(1, 2, 3, 4, 5, 6), [NAMESPACE_SHAPE])
+    assert b.tier.counts().blocks == 4 and b.find(1, 2, 3, 4, 5, 6).num_hash_blocks == 4
+    assert b.tier_process.sent == [m.Drop([9, 11])]
+
+
+def test_disk_tier_blocks_in_use_stay_beyond_the_limit(monkeypatch):
+    monkeypatch.setattr(block_limit, "STEP", 2 * block_limit.BLOCK_BYTES)
+    free = [block_limit.STEP]
+    b = Bench(free=lambda: free.pop() if free else 0)
+    b.write(blocks_of(1, 2))
+    find = b.find(1, 2)
+    b.write(blocks_of(11, 12))
+    assert b.find(1, 2).num_hash_blocks == 2
+    b.tier.release(find)
 
 
 def test_disk_tier_evicted_blocks_are_forgotten():

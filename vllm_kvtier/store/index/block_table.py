@@ -89,6 +89,10 @@ class BlockTable:
         self._stats.discards += 1
         return True
 
+    def evict(self, count: int) -> None:
+        """Evict up to ``count`` of the coldest blocks, of all sizes."""
+        self._room.evict(count)
+
     def clear(self, namespace_id: bytes | None) -> int:
         """Remove the blocks of a namespace (None: of all), pinned ones too. Returns their number. Slots that are leased
         or reserved are freed later."""

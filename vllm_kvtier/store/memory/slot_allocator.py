@@ -1,5 +1,6 @@
 """Allocates slots: free ones first, then another size's cold memory, then slots of this size's coldest blocks."""
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -96,6 +97,15 @@ class SlotAllocator:
         """Whether a slot of ``size`` would be more than the tenant's share."""
         used = self._tenants[tenant].pages if tenant in self._tenants else 0
         return bool(tenant) and self._share < 1 and used + size > int(self._share * self.pool.pages)
+
+    def evict(self, count: int) -> None:
+        """Evict up to ``count`` of the coldest blocks, of all sizes."""
+        policies, until = list(self._policies.values()), self.evictions + count
+        while self.evictions < until and policies:
+            before, policy = self.evictions, min(policies, key=_coldest_use)
+            self._evict(policy, 1, self.pool.pages)
+            if self.evictions == before:  # all of them are in use
+                policies.remove(policy)
 
     def close(self) -> None:
         """Nothing is evicted any more. Ends the cycle of references with the owner of ``unlist``."""
@@ -216,6 +226,11 @@ class SlotAllocator:
                 self._evict_block(entry)
             return True
         return False
+
+
+def _coldest_use(policy: Policy) -> float:
+    victim = policy.coldest()
+    return math.inf if victim is None else victim.used
 
 
 def _path_to_victim(entry: BlockEntry | None, in_use: set[BlockEntry]) -> list[BlockEntry]:

@@ -7,7 +7,7 @@ from vllm_kvtier.store.eviction import DEFAULT_POLICY, POLICIES
 from vllm_kvtier.store.index.index import Index
 from vllm_kvtier.store.index.types import BadRequest, Found
 from vllm_kvtier.store.launcher import run_module
-from vllm_kvtier.store.memory.memory_limits import parse_bytes
+from vllm_kvtier.store.memory.memory_limits import memory_limits, parse_bytes
 from vllm_kvtier.store.memory.pool_memory import PoolMemory
 from vllm_kvtier.store.options import StoreOptions
 from vllm_kvtier.store.protocol import TierQuery
@@ -15,7 +15,8 @@ from vllm_kvtier.store.tiers.admission import Admission, admission
 from vllm_kvtier.store.tiers.base import Tier, TierCounts, Want
 from vllm_kvtier.store.tiers.content_tier import REMEMBERED_BYTES
 from vllm_kvtier.store.tiers.demotion import Demotion, DemotionLimits
-from vllm_kvtier.store.tiers.disk.tier import TABLE_BYTES, DiskTier
+from vllm_kvtier.store.tiers.disk.block_limit import TABLE_BYTES
+from vllm_kvtier.store.tiers.disk.tier import DiskTier
 from vllm_kvtier.store.tiers.mooncake.options import MooncakeOptions
 from vllm_kvtier.store.tiers.mooncake.tier import MooncakeTier
 from vllm_kvtier.store.tiers.nodes.lease_table import NodeLeaseTable
@@ -184,8 +185,8 @@ class TierStack:
 
 def bytes_beside_pool(options: StoreOptions) -> dict[str, int]:
     """Memory that the tiers of these options take beside the pool once they are full, by what it is: Mooncake's
-    segment, what tiers of blocks named by content remember, and the tables of a disk. Raises ConfigError for invalid
-    options."""
+    segment, what tiers of blocks named by content remember, and the tables of a disk with blocks of 1.8 MB (for more
+    of them see ``BlockLimit``). Raises ConfigError for invalid options."""
     tables = (bool(options.mooncake_master) + bool(options.object_url)) * REMEMBERED_BYTES
     if options.disk_path:
         tables += parse_bytes(options.disk_size, "store option disk_size") // PAGE * TABLE_BYTES
@@ -215,7 +216,13 @@ def open_tiers(
             "direct": options.disk_direct,
         }
         policy = POLICIES[options.policy or DEFAULT_POLICY]
-        disk = DiskTier(context, disk_options, index.shapes, policy, options.tenant_share)
+        others = sum(bytes_beside_pool(replace(options, disk_path="")).values())
+
+        def free_memory() -> int:
+            to_commit = 0 if memory.huge_pages else memory.usable - memory.ready
+            return memory_limits().fits - to_commit - others
+
+        disk = DiskTier(context, disk_options, index.shapes, policy, options.tenant_share, free_memory)
         tiers.append(disk)
         admissions[disk] = admission(options.disk_admission, options.disk_min_tokens)
     if options.nodes or options.node_listen or options.cluster_key_file:

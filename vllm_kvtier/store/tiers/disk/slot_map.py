@@ -111,8 +111,16 @@ class SlotMap:
 
     # -- restoring ----------------------------------------------------------------------------------------------
 
-    def on_kept(self, kept: m.Kept) -> None:
-        self._kept += kept.moves
+    @property
+    def blocks_kept(self) -> int:
+        """To be restored."""
+        return len(self._kept)
+
+    def on_kept(self, kept: m.Kept, beyond: int = 0) -> None:
+        """``beyond``: so many of the last ones are not restored."""
+        end = max(0, len(kept.moves) - beyond)
+        self._kept += kept.moves[:end]
+        self._free(kept.moves[end:])
         for namespace_id in kept.namespaces:
             self._shapes[namespace_id.namespace_id] = namespace_id.hash_block_size, namespace_id.groups
 
@@ -285,6 +293,10 @@ class SlotMap:
         self._free(move for move in moves if not self._is_listed(move))
 
     # -- removing -----------------------------------------------------------------------------------------------
+
+    def evict(self, count: int) -> None:
+        """Evict so many of the coldest blocks, if they are not in use."""
+        self._index.evict(count)
 
     def discard(self, name: BlockName) -> None:
         if self.filled:

@@ -12,7 +12,9 @@ from dataclasses import dataclass, replace
 from vllm_kvtier.logs import get_logger
 from vllm_kvtier.store.eviction.base import Policy
 from vllm_kvtier.store.index.types import EXISTS, NO_PARENT_STORED, NO_ROOM
+from vllm_kvtier.store.memory.memory_limits import ANY_MACHINE
 from vllm_kvtier.store.tiers.base import Block, Find, TierCounts, Want
+from vllm_kvtier.store.tiers.disk.block_limit import RESTORED_BYTES, BlockLimit
 from vllm_kvtier.store.tiers.disk.slot_map import Gone, Shapes, SlotMap
 from vllm_kvtier.store.tiers.process import protocol as m
 from vllm_kvtier.store.tiers.process import tier_process as mv
@@ -31,9 +33,6 @@ WRITE_BACKOFF = 1.0, 60.0  # first and longest time without writes after a faile
 REOPEN_BACKOFF = 300.0, 3600.0  # first and longest time until a read-only tier is opened again, in seconds
 REOPEN_TRIES = 60  # one a second, to do so while nothing is read; a busy disk always is
 MAX_GONE = 1 << 20  # positions per message
-# Of memory, for each page of a full disk: two in its process, and 700 bytes, here and there, for each block (measured,
-# Python 3.11), here of 1.4 MB.
-TABLE_BYTES = 4
 REFUSALS = {NO_ROOM: "room", NO_PARENT_STORED: "parent", 0: "namespace"}  # why blocks got no position, for metrics
 
 
@@ -54,7 +53,7 @@ class DiskTier(mv.ProcessTier):
     blocks again.
 
     options: above. shapes(namespace): (tokens per hash block, groups), None if unknown. policy, tenant_share: as
-    ``Index``'s.
+    ``Index``'s. free_memory: as ``BlockLimit``'s.
     """
 
     name = "disk"
@@ -66,12 +65,14 @@ class DiskTier(mv.ProcessTier):
         shapes: Callable[[bytes], Shapes | None],
         policy: Callable[[], Policy] | None = None,
         tenant_share: float = 1.0,
+        free_memory: Callable[[], int] = lambda: ANY_MACHINE.fits,
     ):
         self._shapes, self._pages, self._gone = shapes, int(options["size"]) // PAGE, Gone()
         rate = PREALLOCATE_RATE if options.get("preallocate") else OPEN_RATE
         opening = mv.OPEN_SECONDS + self._pages * PAGE / rate
         super().__init__(context, options, opening)
         self._policy, self._tenant_share = policy, tenant_share
+        self._block_limit = BlockLimit(self._pages, free_memory)
         self._slot_map = self._make_slot_map()
         self._filling: Iterator[None] | None = None
         self._writes: deque[_Write] = deque()
@@ -209,6 +210,7 @@ class DiskTier(mv.ProcessTier):
                 bad_before = slot_map.bad_positions
                 good = slot_map.end_write(moves, good, [each.namespace_id for each in namespaces] if all(good) else ())
                 self._drop(slot_map.removed_meanwhile)
+                slot_map.evict(self._block_limit.beyond(slot_map.stats().entries))
                 self._check_writable(reply, slot_map.bad_positions > bad_before)
             counts = self._counts
             counts.written_blocks += sum(good)
@@ -295,7 +297,10 @@ class DiskTier(mv.ProcessTier):
 
     def process_message(self, message: m.ToServer) -> None:
         if isinstance(message, m.Kept) and self._tier_process.state == mv.OPENING:
-            self._slot_map.on_kept(message)
+            restored = self._slot_map.blocks_kept
+            self._slot_map.on_kept(
+                message, self._block_limit.beyond(restored + len(message.moves), restored * RESTORED_BYTES)
+            )
         else:
             self._tier_process.back_off(f"unexpected message {type(message).__name__}")
 
