@@ -328,10 +328,10 @@ class Tiers(RuleBasedStateMachine):
         moves = sorted(self.disk.journal.values(), key=lambda move: move.hash.rstrip(b"\xff"))
         if not ordered:
             pick.shuffle(moves)
-        told = sum(self.demotion.stats()["disk"][x] for x in ("written", "failed"))
+        told = sum(len(w["answers"]) for w in self.writes)
         self.tier_process.opened(moves, list(self.disk.namespaces.values()), writable=bool(writable))
         self.reactor.run()
-        if writable and told == sum(self.demotion.stats()["disk"][x] for x in ("written", "failed")):
+        if writable and told == sum(len(w["answers"]) for w in self.writes):
             here = {name_of(move): move.position for move in moves if self.tier.has(*name_of(move))}
             busy = {name_of(b) for w in self.writes if not w["answers"] for b in w["blocks"]}
             lost = [name for name in self.kept if name not in here]

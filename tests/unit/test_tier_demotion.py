@@ -219,12 +219,47 @@ def test_demotion_waits_for_writable_tier():
     b.tier.writable = False
     b.store(2, after=1)
     b.reactor.run(5.0)
-    assert not b.tier.asked and b.counts.queued_blocks == 1
+    assert not b.tier.asked and b.counts.queued_blocks == 2
     b.tier.writable = True
     b.demotion.tiers_changed()
-    assert b.written() == [1]
-    b.use(1, 2)
-    assert b.written() == [2]
+    assert b.written() == [1, 2]
+
+
+def test_demotion_writes_blocks_stored_and_used_while_a_tier_opens():
+    """With ``all`` a block is written at its first use: it need not come again after the tier was opened."""
+    both = Bench("all"), Bench("reuse")
+    for b in both:
+        b.tier.writable = False
+        b.store(1, 2)
+    both[1].use(1, 2)
+    for b in both:
+        assert b.written() == []
+        b.tier.writable = True
+        b.demotion.tiers_changed()
+        assert b.written() == [1, 2]
+
+
+def test_demotion_does_not_write_again_what_a_tier_is_opened_with():
+    b = Bench()
+    b.tier.writable = False
+    b.store(1, 2, 3)
+    b.tier.kept.update((NAMESPACE_ID, 0, hash_of(n)) for n in (1, 2))
+    b.tier.writable = True
+    b.demotion.tiers_changed()
+    assert b.written() == [3]
+    assert (b.counts.admitted, b.counts.written, b.counts.queued_bytes) == (3, 3, 0)
+
+
+def test_demotion_keeps_nothing_of_blocks_evicted_while_a_tier_is_closed():
+    b = Bench(pages=4, queue_pages=4)
+    b.tier.writable = False
+    b.store(1, 2, 3, 4)
+    b.store(5, 6, 7, 8)
+    assert (b.counts.queued_blocks, b.counts.queued_bytes) == (4, 4 * PAGE)
+    assert (b.counts.dropped_evicted, b.counts.dropped_full) == (4, 0)
+    b.tier.writable = True
+    b.demotion.tiers_changed()
+    assert b.written() == [5, 6, 7, 8] and b.counts.queued_bytes == 0
 
 
 def test_demotion_writes_parents_first():

@@ -2,7 +2,8 @@
 queue.
 
 A tier writes one batch at a time, parents before children. Blocks are leased only while they are written, so that
-queued blocks do not fill memory; a block that is evicted earlier is skipped. Writes wait for reads, for a bounded time.
+queued blocks do not fill memory; a block that is evicted earlier is skipped. Writes wait for reads, for a bounded time,
+and for a tier that opens or pauses.
 """
 
 import math
@@ -22,6 +23,7 @@ from vllm_kvtier.wire.reactor import Reactor, Timer
 from vllm_kvtier.wire.slots import PAGE
 
 BATCH_BYTES, BATCH_BLOCKS = 32 << 20, 256
+MAX_STEPS = 4096  # queued blocks looked at for a batch: the tier may have all of them
 # Time that a partial batch waits for more blocks: each batch costs the disk three syncs, whatever its size.
 BATCH_WAIT_SECONDS = 0.05
 # Maximum time that a batch waits for reads: a request waits for a read, none for a write.
@@ -98,31 +100,33 @@ class Demotion:
 
     def stored(self, entries: Sequence[BlockEntry]) -> None:
         for lane in self._lanes:
-            if lane.tier.writable:
-                skipped: dict[BlockEntry, str] = {}
-                for entry in entries:
-                    # The admission is always asked, because it keeps statistics.
-                    if lane.admission.stored(entry) and not self._is_demoted(lane, entry):
-                        self._enqueue(lane, entry, skipped)
-                self._arm(lane)
+            skipped: dict[BlockEntry, str] = {}
+            for entry in entries:
+                # The admission is always asked, because it keeps statistics.
+                if lane.admission.stored(entry) and not self._is_demoted(lane, entry):
+                    self._enqueue(lane, entry, skipped)
+            self._arm(lane)
 
     def used(self, entries: Sequence[BlockEntry]) -> None:
         for lane in self._lanes:
-            if lane.tier.writable:
-                skipped: dict[BlockEntry, str] = {}
-                decided = None
-                for entry in entries:
-                    # The last block of a prefix decides for all before it: they are demoted before it, or with it.
-                    if entry.group == decided:
-                        continue
-                    decided = None if entry.parent is None else entry.group
-                    if not self._is_demoted(lane, entry) and lane.admission.used(entry):
-                        self._enqueue(lane, entry, skipped)
-                self._arm(lane)
+            skipped: dict[BlockEntry, str] = {}
+            decided = None
+            for entry in entries:
+                # The last block of a prefix decides for all before it: they are demoted before it, or with it.
+                if entry.group == decided:
+                    continue
+                decided = None if entry.parent is None else entry.group
+                if not self._is_demoted(lane, entry) and lane.admission.used(entry):
+                    self._enqueue(lane, entry, skipped)
+            self._arm(lane)
 
     def gone(self, entry: BlockEntry) -> None:
         for lane in self._lanes:
             lane.admission.gone(entry)
+            if lane.queue.pop(entry, None) is not None:
+                lane.counts.queued_blocks -= 1
+                lane.counts.queued_bytes -= entry.size * PAGE
+                lane.counts.dropped_evicted += 1
 
     def removal_reason(self, entry: BlockEntry) -> RemovalReason:
         """The reason for a block that is being evicted now."""
@@ -188,6 +192,8 @@ class Demotion:
         entries = self._next_batch(lane)
         if entries:
             self._write(lane, entries)
+        else:
+            self._arm(lane)
 
     def _write(self, lane: _Lane, entries: list[BlockEntry]) -> None:
         lease, slots = self._index.lease_blocks(self._client, [entry.name for entry in entries], forever=True)
@@ -209,17 +215,17 @@ class Demotion:
     def _next_batch(self, lane: _Lane) -> list[BlockEntry]:
         entries: list[BlockEntry] = []
         nbytes, counts = 0, lane.counts
-        while lane.queue and len(entries) < BATCH_BLOCKS:
+        for _ in range(min(len(lane.queue), MAX_STEPS)):
             entry = next(iter(lane.queue))
             size = entry.size * PAGE
-            if entries and nbytes + size > self._batch_bytes:
+            if len(entries) == BATCH_BLOCKS or (entries and nbytes + size > self._batch_bytes):
                 break
             del lane.queue[entry]
             counts.queued_blocks -= 1
             counts.queued_bytes -= size
-            if entry.state is READY:
+            if lane.tier.has(*entry.name):  # queued before the tier was open, and found in it
+                counts.written += 1
+            else:
                 entries.append(entry)
                 nbytes += size
-            else:
-                counts.dropped_evicted += 1
         return entries
