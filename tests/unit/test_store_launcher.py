@@ -327,6 +327,27 @@ server.serve("", None)
     assert subprocess.run([sys.executable, "-c", code]).returncode == 128 + signal.SIGTERM
 
 
+def test_store_ends_at_a_sigterm_just_before_it_serves():
+    code = """
+import os, signal
+from types import SimpleNamespace
+from vllm_kvtier.store.server import server
+
+def install(number, handler, install=signal.signal):
+    install(number, handler)
+    if number == signal.SIGINT:  # the last one
+        os.kill(os.getpid(), signal.SIGTERM)
+
+signal.signal = install
+memory = SimpleNamespace(nbytes=1, huge_pages=False)
+server.StoreServer = lambda *_: SimpleNamespace(
+    start=lambda: None, stop=lambda: print("stopped"), instance="a test", memory=memory)
+server.serve("", None)
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20)
+    assert (ran.returncode, ran.stdout) == (0, "stopped\n"), ran.stderr
+
+
 def test_store_hung_is_not_started_again(path, monkeypatch):
     start_store(path, SMALL)
     pid = pid_of(path)

@@ -464,9 +464,9 @@ def serve(
     # Until it serves. The first process of a container has no default action.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     server = StoreServer(path, options, lambda: os.write(write_end, b"\0"), launched)
+    signal.set_wakeup_fd(write_end)  # first: the byte that Python writes to it ends the wait
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: None)  # the byte that Python writes to the pipe ends the wait
-    signal.set_wakeup_fd(write_end)
+        signal.signal(number, lambda *_: None)
     server.start()
     gc.collect()
     gc.freeze()  # a full collection then only visits the index's tables, not its blocks
