@@ -60,7 +60,7 @@ from vllm_kvtier.worker.nixl_pull.encoded_memory import EncodedMemory
 from vllm_kvtier.worker.nixl_pull.exported_memory import CacheMemory
 from vllm_kvtier.worker.nixl_pull.nixl_transport import UcxLimits
 from vllm_kvtier.worker.nixl_pull.peer_memory import PeerMemory
-from vllm_kvtier.worker.peer_fetch.process_memory import identity
+from vllm_kvtier.worker.peer_fetch.process_memory import node_name
 
 logger = get_logger(__name__)
 
@@ -286,12 +286,12 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             if self._options.cluster_key_file:
                 key = ClusterKey.load(self._options.cluster_key_file)
             if rank_in_engine() == 0 and self._link and not self._info.unsupported:
-                offer = identity().node, self._link, self._open_relay(key)
+                offer = node_name(), self._link, self._open_relay(key)
         except KVTierError as error:
             logger.warning("kvtier: worker: not set up: %s", error)
         finally:
             node, path, relay = from_first_rank(offer)
-        if node == identity().node:
+        if node == node_name():
             return LinkPlace(path)
         if relay and key is not None:
             return LinkPlace(relay, key)

@@ -3,6 +3,7 @@
 import ctypes
 import errno
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -19,7 +20,7 @@ from vllm_kvtier.wire.messages import Shared, SharedSpan
 from vllm_kvtier.wire.reactor import Reactor
 from vllm_kvtier.worker.peer_fetch import peer_process_watch, process_memory
 from vllm_kvtier.worker.peer_fetch.peer_process_watch import PeerProcessWatch
-from vllm_kvtier.worker.peer_fetch.process_memory import ProcessMemory, check, identity, share
+from vllm_kvtier.worker.peer_fetch.process_memory import ProcessMemory, check, identity, node_name, share
 
 SIZE = 8 << 20
 
@@ -83,6 +84,18 @@ def test_process_identity_names_pid_and_start():
         capture_output=True, text=True, check=True,
     ).stdout.split()  # fmt: skip
     assert child[0] == us.node and int(child[1]) != us.pid and int(child[2]) >= us.started
+
+
+def test_process_without_identity_names_its_host_and_shares_nothing(monkeypatch):
+    assert node_name() == identity().node
+
+    def refuse(pid):
+        raise FileNotFoundError("/proc/sys/kernel/random/boot_id")
+
+    monkeypatch.setattr(process_memory, "_node", refuse)
+    assert node_name() == socket.gethostname()
+    with pytest.raises(KVTierError, match="its memory cannot be shared"):
+        share([])
 
 
 @pytest.mark.parametrize("pieces", [1, 7, 1024, 1025, 5000])

@@ -9,7 +9,7 @@ from vllm_kvtier.connector import KVTierConnector
 from vllm_kvtier.wire.auth import ClusterKey
 from vllm_kvtier.wire.link import LinkPlace
 
-HERE = connector.identity().node
+HERE = connector.node_name()
 ELSEWHERE = ("another node", "/its/path", "tcp://192.0.2.7:1234")
 
 

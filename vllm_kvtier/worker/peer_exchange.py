@@ -28,7 +28,7 @@ from vllm_kvtier.worker.nixl_pull.nixl_transport import NixlTransport
 from vllm_kvtier.worker.nixl_pull.peer_memory import PeerMemory
 from vllm_kvtier.worker.nixl_pull.pulls import Pulls
 from vllm_kvtier.worker.peer_fetch.fetch_worker import IDLE_SECONDS, FetchWorker, open_node
-from vllm_kvtier.worker.peer_fetch.process_memory import identity
+from vllm_kvtier.worker.peer_fetch.process_memory import node_name
 from vllm_kvtier.worker.store_load_worker import StoreLoadWorker
 
 logger = get_logger(__name__)
@@ -198,7 +198,7 @@ class PeerExchange:
             if device is not None:
                 torch.cuda.set_device(device)  # a new thread starts on device 0
             view = self.view = setup.describe()
-            self._send(lm.Described(self._rank, view.groups, setup.shards(view), identity().node))
+            self._send(lm.Described(self._rank, view.groups, setup.shards(view), node_name()))
             memory = self.memory = setup.share(view)
             heads = setup.heads(view)
             shared = None

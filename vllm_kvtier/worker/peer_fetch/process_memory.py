@@ -9,6 +9,7 @@ import ctypes
 import errno
 import functools
 import os
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -37,6 +38,15 @@ def identity() -> Identity:
         raise KVTierError(f"/proc has no identity of this process ({error}): its memory cannot be shared") from error
 
 
+def node_name() -> str:
+    """``Identity.node``. Where /proc has none: the host's name, so that an engine's ranks tell their nodes apart; no
+    memory is shared by it."""
+    try:
+        return _node(os.getpid())
+    except OSError:
+        return socket.gethostname()
+
+
 @functools.cache
 def _node(pid: int) -> str:
     """``pid``: ours; a child of fork may be in another namespace."""
@@ -56,7 +66,7 @@ def share(spans: Sequence[tuple[int, int]]) -> Shared:
 
 def check(shared: Shared) -> None:
     """Raise KVTierError unless the process that shares this is alive and on this node."""
-    if shared.node != _node(os.getpid()):
+    if shared.node != node_name():
         raise KVTierError(f"process {shared.pid} is on another node or in another container (pid namespace)")
     try:
         started = _started(shared.pid)
