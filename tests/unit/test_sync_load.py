@@ -257,6 +257,17 @@ def ordered(sync_load, t):
     assert t.job.synchronous and sync_load.verification_pending
 
 
+def test_content_of_a_pending_load_is_unverified(engine):
+    """And what is computed on it: vLLM names it in its prefix cache before."""
+    sync_load, t = make(engine, evicted=[]), tracked()
+    hashes = [bytes(each) for each in t.request.block_hashes]
+    assert not sync_load.is_unverified(hashes[0])
+    ordered(sync_load, t)
+    assert all(map(sync_load.is_unverified, hashes)) and not sync_load.is_unverified(b"other")
+    sync_load.apply_results("r", [LoadResult("r", set(), "", 1, 0.1, 0.0)])
+    assert not any(map(sync_load.is_unverified, hashes))
+
+
 def test_sync_load_that_a_rank_says_nothing_of_is_rolled_back(engine):
     """Once, before the output is read that was computed on it."""
     good = LoadResult("r", set(), "", 1, 0.1, 0.0)

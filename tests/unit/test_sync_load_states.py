@@ -1,14 +1,20 @@
 """Recurrent states that a step loads and goes on from."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from cache_groups import cache_groups, mamba
+from source_fakes import load_context
+from support import FakePool, make_request
 
 from vllm_kvtier.jobs.transfer_jobs import GroupLoad, LoadJob
 from vllm_kvtier.scheduler.context import BlockGeometry
+from vllm_kvtier.scheduler.leases.export_builder import ExportBuilder
+from vllm_kvtier.scheduler.leases.exports import ExportTable, LeaseKind
 from vllm_kvtier.scheduler.sources.job_builder import state_copies
+from vllm_kvtier.vllm_compat.hooks.block_pool import BlockPool
 from vllm_kvtier.worker.connector_worker import KVTierConnectorWorker
 
 BLOCK = 8
@@ -36,6 +42,20 @@ def test_states_are_copied_to_the_block_that_the_step_changes():
 def test_state_whose_block_the_step_changes_is_not_copied():
     tables = [11, 12], [0, 21], [31]
     assert state_copies(GEOMETRY, tables, LoadJob("r", [load(0, 12), load(1, 21)], 60.0, "life")) == []
+
+
+@pytest.mark.parametrize("unverified", [False, True])
+def test_state_of_a_pending_load_is_not_exported(unverified):
+    """Of another request with the same tokens, whose own state left vLLM's prefix cache."""
+    load, request = load_context([(BLOCK, None), mamba(BLOCK)], BLOCK), make_request("r", list(range(BLOCK)), BLOCK)
+    name, fake = bytes(request.block_hashes[0]), FakePool(8, BLOCK)
+    fake.cached[name, 1] = 5
+    engine = replace(load.engine, pool=BlockPool(fake, group_tokens=[BLOCK, BLOCK]))
+    table = ExportTable(BLOCK, dict.fromkeys(LeaseKind, 2))
+    exporter = ExportBuilder(
+        engine, table, load.checksum_index, unverified=lambda block_hash: unverified and block_hash == name
+    )
+    assert exporter._has_state(request, 1, BLOCK) is not unverified
 
 
 def load(group, *blocks):

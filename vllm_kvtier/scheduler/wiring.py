@@ -125,6 +125,7 @@ class SchedulerParts(ABC):
         self._exporter = ExportBuilder(
             engine, self._exports, self._checksum_index,
             shared=lambda: self._sharing is not None and self._sharing.active,
+            unverified=lambda block_hash: self._sync_load.is_unverified(block_hash),
         )  # fmt: skip
         self._stretches = PrefillStretches(engine, self._engine.scheduler_lock, self._exporter, self._exports)
         # -- load or recompute

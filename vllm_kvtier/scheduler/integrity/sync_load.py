@@ -71,6 +71,7 @@ class SyncLoad:
         self.rolled_back: str | None = None  # the request whose load failed, until the next one begins
         self._unannounced = False  # vLLM does not know that the step will have it
         self._until = 0.0
+        self._hashes: set[bytes] = set()  # of its blocks, and of those computed on them; made when one is asked for
         self._pinned: list[int] = []  # the blocks it is loaded into
         self._released: list[int] = []  # the same, while vLLM resets its prefix cache
         self._backoff_until: dict[str, float] = {}  # cost key -> until when its loads are asynchronous
@@ -84,6 +85,15 @@ class SyncLoad:
     def verification_pending(self) -> bool:
         """No request may be matched now."""
         return self._unverified is not None
+
+    def is_unverified(self, block_hash: bytes) -> bool:
+        """Whether vLLM's prefix cache may have this content from the pending load, or computed on it."""
+        state = self._unverified
+        if state is None:
+            return False
+        if not self._hashes:
+            self._hashes = {bytes(each) for each in state.request.block_hashes}
+        return block_hash in self._hashes
 
     def mapped(self, instance: str) -> None:
         """The workers have mapped this peer's memory: the next peer fetch begins at once."""
@@ -175,7 +185,7 @@ class SyncLoad:
         self._free_pins()  # of the same request, if this raised before
         job.synchronous, job.timeout = True, min(job.timeout, MAX_SYNC_LOAD_SECONDS)
         self._unverified, self._job, self._until = state, job, time.monotonic() + self._timeout + RESULT_GRACE_SECONDS
-        self.rolled_back = None
+        self.rolled_back, self._hashes = None, set()
         # The request may lose them before: it may be aborted, and others would get its blocks.
         self._pinned = self._pool.pin(job.block_list)
 

@@ -42,9 +42,12 @@ class ExportBuilder:
         table: ExportTable,
         checksum_index: ChecksumIndex,
         shared: Callable[[], bool] = lambda: False,
+        unverified: Callable[[bytes], bool] = lambda block_hash: False,
     ):
-        """``shared``: whether engines of this node may copy any block as long as it is in the cache."""
+        """``shared``: whether engines of this node may copy any block as long as it is in the cache. ``unverified``:
+        whether vLLM's prefix cache may have this content from a load that is not verified."""
         self._config, self._table, self._pool, self._checksum_index = engine.config, table, engine.pool, checksum_index
+        self._unverified = unverified
         self._keys, self._counters, self._shared = engine.identity.content_keys, engine.counters, shared
         # vLLM's hashes also cover tokens after the block (some speculative decoding): there are no partial tails.
         self._lookahead = engine.info.hash_lookahead > 0
@@ -151,7 +154,10 @@ class ExportBuilder:
             return []
         per = self._groups[g].block_tokens // self._hash_block_size
         hashes = [bytes(request.block_hashes[(i + 1) * per - 1]) for i in range(first, last)]
-        return [0] * first + [self._pool.cached_block(block_hash, g) for block_hash in hashes]
+        return [0] * first + [self._cached_block(block_hash, g) for block_hash in hashes]
+
+    def _cached_block(self, block_hash: bytes, g: int) -> int:
+        return 0 if self._unverified(block_hash) else self._pool.cached_block(block_hash, g)
 
     def _due(self) -> list[ChecksumEntry]:
         """Deferred entries, once they are due, of blocks that have the same content still."""
@@ -366,9 +372,8 @@ class ExportBuilder:
         for position in range(self._groups[g].first_needed_block(tokens), tokens // size):
             if ids[position]:
                 break
-            ids[position] = self._pool.cached_block(
-                request.block_hashes[(position + 1) * size // self._hash_block_size - 1], g
-            )
+            last = (position + 1) * size // self._hash_block_size - 1
+            ids[position] = self._cached_block(bytes(request.block_hashes[last]), g)
 
     # -- giving back -----------------------------------------------------------------------------------------------
 
