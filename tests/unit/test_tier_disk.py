@@ -186,7 +186,7 @@ def test_disk_tier_eviction_is_reported_with_replacing_write():
 def test_disk_tier_lists_no_more_blocks_than_memory_is_free_for(monkeypatch, caplog):
     """Small blocks take more memory than the check of the start counts, once a disk has filled."""
     monkeypatch.setattr(block_limit, "STEP", 4 * block_limit.BLOCK_BYTES)
-    free = [block_limit.STEP]  # for four blocks
+    free = [1 << 30]  # for four blocks
     b = Bench(free=lambda: free.pop() if free else block_limit.STEP - 1)
     b.write(blocks_of(1, 2, 3, 4))
     b.write(blocks_of(11, 12))
@@ -195,14 +195,14 @@ def test_disk_tier_lists_no_more_blocks_than_memory_is_free_for(monkeypatch, cap
     b.write(blocks_of(21, 22))
     assert b.tier.counts().blocks == 4 and len(b.tier_process.sent[-1].gone) == 2
     assert caplog.text.count("no memory is free for tables of more than 4 blocks") == 1
-    free += [block_limit.STEP]
+    free += [1 << 30]
     b.write(blocks_of(31, 32, 33, 34))
     assert b.tier.counts().blocks == 8
 
 
 def test_disk_tier_restores_no_more_blocks_than_memory_is_free_for(monkeypatch):
     monkeypatch.setattr(block_limit, "STEP", 4 * block_limit.BLOCK_BYTES)
-    free = [block_limit.STEP]
+    free = [1 << 30]
     b = Bench(up=False, free=lambda: free.pop() if free else 0)
     b.open(kept_of(1, 2, 3, 4, 5, 6), [NAMESPACE_SHAPE])
     assert b.tier.counts().blocks == 4 and b.find(1, 2, 3, 4, 5, 6).num_hash_blocks == 4
@@ -211,7 +211,7 @@ def test_disk_tier_restores_no_more_blocks_than_memory_is_free_for(monkeypatch):
 
 def test_disk_tier_blocks_in_use_stay_beyond_the_limit(monkeypatch):
     monkeypatch.setattr(block_limit, "STEP", 2 * block_limit.BLOCK_BYTES)
-    free = [block_limit.STEP]
+    free = [1 << 30]
     b = Bench(free=lambda: free.pop() if free else 0)
     b.write(blocks_of(1, 2))
     find = b.find(1, 2)

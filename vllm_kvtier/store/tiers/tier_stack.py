@@ -185,7 +185,7 @@ class TierStack:
 
 def bytes_beside_pool(options: StoreOptions) -> dict[str, int]:
     """Memory that the tiers of these options take beside the pool once they are full, by what it is: Mooncake's
-    segment, what tiers of blocks named by content remember, and the tables of a disk with blocks of 1.8 MB (for more
+    segment, what tiers of blocks named by content remember, and the tables of a disk with blocks of 3 MB (for more
     of them see ``BlockLimit``). Raises ConfigError for invalid options."""
     tables = (bool(options.mooncake_master) + bool(options.object_url)) * REMEMBERED_BYTES
     if options.disk_path:
