@@ -12,6 +12,8 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
+from vllm_kvtier.vllm_compat.connector_types import TransferResults
+
 LOADED_FIRST = hasattr(Scheduler, "_select_waiting_queue_for_scheduling")  # up to 0.30
 
 
@@ -27,6 +29,8 @@ def make(root):
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_sync_load_never_returns_wrong_token_or_hangs(make, asynchronous, priority, budget, kinds):
     """Whatever is preempted, aborted, reset and bad. ``budget``: tokens of a step; small: prompts go in several."""
+    if kinds != "full" and TransferResults is None:
+        pytest.skip("before 0.30 connector.py marks failed loads of several groups, which is not in this engine")
     names = ["synchronous", "among", "bad", "preempted", "resets"] + ["early", "in_flight"] * asynchronous
     live(make, names, asynchronous=asynchronous, priority=priority, budget=budget, kinds=kinds)
 

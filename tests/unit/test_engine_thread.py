@@ -119,8 +119,10 @@ def test_output_of_a_step_that_waited_for_a_load_is_verified_before_it_is_read(e
     core, seen = engine(options, groups=groups), []
     half, scheduler = kvtier(core)._scheduler, core.scheduler
     half._sync_load.verify = lambda results, ranks: seen.append((results, ranks, half._engine.scheduler_lock._depth))
+    assert half._sync_load._scheduler() is None, "nothing would be taken back"
     come(core)
     assert half._sync_load.possible == (policy == "recompute")
+    assert half._sync_load._scheduler() is (scheduler if policy == "recompute" else None)
     good = LoadResult("r", set(), "", 1, 0.1, 0.0)
     for waited, report in ((False, None), (True, WorkerReport([good])), (True, None)):
         step = scheduler.schedule()

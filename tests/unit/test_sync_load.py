@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from cache_groups import cache_groups
 from source_fakes import bare_identity
-from support import make_request
+from support import Uncontained, make_request
 from test_connector_scheduler import half as bare  # noqa: F401
 from vllm.v1.request import RequestStatus
 
@@ -417,3 +417,13 @@ def test_sync_load_blocks_are_not_stored_before_verification(bare):  # noqa: F81
                                            announce=lambda output: None)  # fmt: skip
         KVTierConnectorScheduler.begin_step(half, output)
         assert seen == {"counts": not awaits, "checksums_ready": expected, "stored": expected}
+
+
+def test_reset_of_the_connector_forgets_what_is_to_be_followed_once_verified(bare):  # noqa: F811
+    """Of other weights, it would be stored under the new namespace."""
+    half = bare
+    half._before_reset = half._after_reset = lambda: None
+    half._contain, half._sharing, half._store = Uncontained(), None, SimpleNamespace(renew=lambda: None)
+    half._tables = half._checksum_index = SimpleNamespace(clear=lambda: None)
+    half._unverified = ("growth",)
+    assert KVTierConnectorScheduler.reset(half) and not half._unverified

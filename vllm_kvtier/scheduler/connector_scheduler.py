@@ -420,7 +420,7 @@ class KVTierConnectorScheduler(SchedulerParts):
         if self._store is not None:
             self._contain.insist("renewing the store's namespace", self._store.renew)
             # No block from before may go into the new namespace.
-            self._contain.insist("clearing tables", self._tables.clear)
+            self._contain.insist("clearing tables", self._clear_tables)
         return True
 
     def _become_passive(self) -> None:

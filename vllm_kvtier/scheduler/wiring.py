@@ -5,7 +5,9 @@ looked for.
 """
 
 import functools
+import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 from vllm_kvtier.codecs import Codec, choice
@@ -63,6 +65,9 @@ logger = get_logger(__name__)
 
 class SchedulerParts(ABC):
     """The parts, as attributes."""
+
+    # vLLM's scheduler, once ``before_output`` is in it: without that no load may be synchronous.
+    _watched: Callable[[], Any] = staticmethod(lambda: None)
 
     def __init__(
         self,
@@ -134,7 +139,7 @@ class SchedulerParts(ABC):
         self._step_timer = StepTimer(self._planner)
         waits = info.supports_sync_load and not uses_remote_store(config) and config.kv_load_failure_policy != "fail"
         self._sync_load = SyncLoad(
-            config.sync_load_ms if waits else 0.0, config.transfer_timeout, pool, lambda: self._engine.scheduler,
+            config.sync_load_ms if waits else 0.0, config.transfer_timeout, pool, lambda: self._watched(),
             connector, self._planner,
         )  # fmt: skip
         # -- sources; the store's answer names the peers whose GPUs are queried next
@@ -178,6 +183,7 @@ class SchedulerParts(ABC):
         self._only_connector = rollback.serves(scheduler, connector)
         if self._only_connector and self._sync_load.possible:
             rollback.before_output(scheduler, self._engine.scheduler_lock.held(self._read_first))
+            self._watched = weakref.ref(scheduler)
         if other := other_connectors.handing_off(scheduler, connector):
             self._exporter.exports = self._matcher.hands_off_alone = False
             logger.info(
