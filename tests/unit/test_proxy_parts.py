@@ -45,6 +45,15 @@ def test_engine_addresses_are_parsed():
     assert EngineAddress.parse("https://h:1, kv=[::1]:22") == EngineAddress("https://h:1", "::1", 22)
 
 
+@pytest.mark.parametrize("name", ["events", "replay"])
+def test_ipv6_address_of_events_without_brackets_raises(name):
+    """It was never followed: its last number may be a part of the address."""
+    given = {"events": "[fd00::1]:5557", name: "fd00::1:5557"}
+    with pytest.raises(ConfigError, match=f"'fd00::1:5557' for {name}; .* \\[ADDRESS\\]:PORT"):
+        EngineAddress("http://h:1", **given).check()
+    EngineAddress("http://h:1", **given | {name: "[fd00::1]:5557"}).check()
+
+
 @pytest.mark.parametrize(
     "text",
     [

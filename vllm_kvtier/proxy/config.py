@@ -102,7 +102,9 @@ class EngineAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for name in ("events", "replay"):
             value = getattr(self, name)
             if value is not None and not value.startswith("ipc://"):
-                _host_and_port(value, self.url, name)
+                host, _ = _host_and_port(value, self.url, name)
+                if ":" in host and not (host.startswith("[") and host.endswith("]")):
+                    raise ConfigError(f"{self.url} has {value!r} for {name}; write an IPv6 address as [ADDRESS]:PORT.")
         if self.replay is not None and self.events is None:
             raise ConfigError(f"{self.url} has replay without events; give both.")
         if (self.cert_file is None) != (self.key_file is None):
