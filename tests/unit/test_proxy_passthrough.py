@@ -497,3 +497,38 @@ async def test_stream_that_ends_with_an_error_of_its_client_is_not_broken(event)
         reply = await c.client.post("/v1/messages", json={"messages": [], "stream": True})
         assert event.encode() in reply.content and not c.d[0].probes
         assert "broken_streams" not in c.core.state()["counts"]
+
+
+_ECHOES = {
+    "/v1/responses": 'event: response.completed\ndata: {"type":"response.completed","response":{"metadata":%s}}',
+    "/v1/messages": 'event: message_delta\ndata: {"type":"message_delta","delta":%s}',
+    "/cohere/v2/chat": 'data: {"type":"tool-call-end","delta":%s}',
+    "/custom": 'event: error\ndata: {"type":"row","row":%s}',
+}
+
+
+@pytest.mark.parametrize("path", _ECHOES)
+async def test_stream_that_repeats_what_looks_like_an_error_is_not_broken(path):
+    """Metadata and tools come back at the end of an answer."""
+    error = {"type": "api_error", "code": 500, "finish_reason": "ERROR"}
+    text = 'event: error\ndata: {"error":{"code":500}}'
+    event = _ECHOES[path] % json.dumps({**error, "error": error, "text": text, "message-end": "message-end"})
+    async with Cluster(p=0, extra_routes=("/custom",)) as c:
+        c.d[0].late_error = f"{event}\n\n"
+        reply = await c.client.post(path, json={"messages": [], "stream": True})
+        assert event.encode() in reply.content and not c.d[0].probes
+        assert "broken_streams" not in c.core.state()["counts"]
+
+
+async def test_names_of_media_are_replaced_where_the_route_has_messages():
+    picture = {"type": "image_url", "image_url": "data:,", "uuid": "logo"}
+    row = [{"content": [picture], "output": [picture]}]
+    async with Cluster(extra_routes=("/custom",)) as c:
+        for path in ("/v1/responses", "/v2/rerank", "/custom"):
+            await c.client.post(path, json={"input": row, "documents": row, "rows": row, "metadata": row[0]})
+        chat, score, custom = (seen.body for seen in c.d[0].passed)
+    for body in (chat, score, custom):
+        assert body["input"][0]["content"][0]["uuid"] not in (None, "logo")
+        assert body["input"][0]["output"][0]["uuid"] == body["input"][0]["content"][0]["uuid"]
+        assert body["rows"] == row and body["metadata"] == row[0]
+        assert (body["documents"] == row) == (body is chat)

@@ -11,10 +11,10 @@ from vllm_kvtier.proxy.messages import sse, transfer_params
 _DONE = b"[DONE]"
 _NAME = b"kv_transfer_params"
 _NULL = b'"kv_transfer_params":null'
-# Of /v1/messages and of /cohere/v2/chat. Within a text, the quotes have backslashes.
-_OTHER_ERROR = re.compile(
-    rb'^event: error\ndata: .*"type":\s*"(?:api|internal|overloaded|timeout)_error"|"finish_reason":\s*"ERROR"', re.M
-)
+# Whole lines.
+_DATA = re.compile(rb"^data: ?(\{.*\})\r?$", re.M)
+_MESSAGES_ERROR = re.compile(rb"^event: error\r?\ndata: (\{.*\})\r?$", re.M)
+_MESSAGES_ERROR_TYPES = ("api_error", "internal_error", "overloaded_error", "timeout_error")
 _CHAT_TEXTS = ("reasoning", "reasoning_content", "tool_calls", "refusal", "audio")  # beside content
 
 
@@ -120,16 +120,28 @@ def error_body(message: str, kind: str, status: int, param: str | None = None) -
 
 def find_server_error(events: bytes) -> tuple[int, bytes] | None:
     """(status, JSON) of an error 5xx by which vLLM ends a stream; None if there is none."""
-    _, sign, rest = events.partition(b'data: {"error":')
-    document = (sign + rest.partition(b"\n")[0]).removeprefix(b"data: ")
-    error = transfer_params.as_dict(document).get("error") if sign else None
-    status = error.get("code") if isinstance(error, dict) else None
-    return (status, document) if isinstance(status, int) and 500 <= status < 600 else None
+    if b'"error"' not in events:  # within a text, the quotes have backslashes
+        return None
+    for document in _DATA.findall(events):
+        error = transfer_params.as_dict(document).get("error") if b'"error"' in document else None
+        status = error.get("code") if isinstance(error, dict) else None
+        if isinstance(status, int) and 500 <= status < 600:
+            return status, document
+    return None
 
 
-def ends_with_server_error(events: bytes) -> bool:
-    """Whether ``events``, the end of a stream, have an error 5xx in the form of any of vLLM's routes."""
-    return find_server_error(events) is not None or _OTHER_ERROR.search(events) is not None
+def ends_with_server_error(events: bytes, path: str) -> bool:
+    """Whether ``events``, the end of a stream of the route ``path``, have an error 5xx in vLLM's form for it."""
+    if path == "/v1/messages":
+        errors = (transfer_params.as_dict(each).get("error") for each in _MESSAGES_ERROR.findall(events))
+        if any(isinstance(error, dict) and error.get("type") in _MESSAGES_ERROR_TYPES for error in errors):
+            return True
+    elif path == "/cohere/v2/chat":
+        ends = map(transfer_params.as_dict, _DATA.findall(events))
+        deltas = (end.get("delta") for end in ends if end.get("type") == "message-end")
+        if any(isinstance(delta, dict) and delta.get("finish_reason") == "ERROR" for delta in deltas):
+            return True
+    return find_server_error(events) is not None
 
 
 def is_refused_at_end(answer: bytes) -> bool:

@@ -319,5 +319,5 @@ class Passthrough(EngineRequest):
                 yield b"\n\n" + response_rewriter.error_events(message, 502)
         finally:
             # Also if the client left at once when it had the error.
-            if is_stream(reply) and response_rewriter.ends_with_server_error(end):
+            if is_stream(reply) and response_rewriter.ends_with_server_error(end, self._incoming.path):
                 self._note_error(reply, answer)
