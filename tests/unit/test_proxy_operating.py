@@ -237,6 +237,47 @@ async def test_waiting_requests_go_to_the_engines_that_replace_all_others(role):
         assert (await first).status_code == 200
 
 
+async def _embed(c, text):
+    return (await c.client.post("/v1/embeddings", json={"input": text})).status_code
+
+
+async def test_waiting_embeddings_go_to_decode_engines_once_there_are_no_pooling_engines():
+    """They stayed in the pooling engines' queue, whose turn did not come: 429 after queue_timeout."""
+    async with Cluster(p=0, d=1, pooling=1, engine_requests=1) as c:
+        (pooling,), (decode,) = c.pooling, c.d
+        pooling.hold, decode.hold = asyncio.Event(), asyncio.Event()
+        chat, first = asyncio.create_task(c.chat("u1")), asyncio.create_task(_embed(c, "a"))
+        await c.until(lambda: c.core.decode[0].full and c.core.fleet.pooling[0].full)
+        second = asyncio.create_task(_embed(c, "b"))
+        await c.until(lambda: c.core.admission.waiting("pooling") == 1)
+        c.core.apply(c.config(pooling=()))
+        decode.hold.set()
+        assert (await chat).status_code == 200 and await asyncio.wait_for(second, 10) == 200
+        assert len(decode.passed) == 1 and not first.done()
+        pooling.hold.set()
+        assert await first == 200
+
+
+async def test_waiting_embeddings_go_to_pooling_engines_that_were_added():
+    """They stayed among the requests for the decode engines, behind chats."""
+    async with Cluster(p=0, d=1, pooling=1, engine_requests=1) as c:
+        (pooling,), (decode,) = c.pooling, c.d
+        c.core.apply(c.config(pooling=()))
+        pooling.hold, decode.hold = asyncio.Event(), asyncio.Event()
+        chats, embeddings = [], []
+        for tasks, call in ((chats, c.chat), (chats, c.chat), (embeddings, None), (embeddings, None)):
+            held = len(chats) + len(embeddings)
+            tasks.append(asyncio.create_task(call(f"u{held}") if call else _embed(c, "a")))
+            await c.until(lambda: c.core.decode[0].full and c.core.admission.waiting("decode") == held)  # noqa: B023
+        c.core.apply(c.config())
+        await c.until(lambda: c.core.fleet.pooling[0].full and c.core.admission.waiting("decode") == 2)
+        pooling.hold.set()
+        assert await asyncio.wait_for(asyncio.gather(*embeddings), 10) == [200, 200]
+        assert len(pooling.passed) == 2 and not any(chat.done() for chat in chats)
+        decode.hold.set()
+        assert [(await chat).status_code for chat in chats] == [200, 200]
+
+
 # ---------------------------------------------------------------- keys
 
 

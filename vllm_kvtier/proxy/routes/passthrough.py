@@ -183,7 +183,10 @@ class Passthrough(EngineRequest):
                 return None
             free = next((engine for engine in usable if not engine.full), None)
             if free is None:
-                return Choice(None, full=waits_for(usable, getattr(self._core.fleet, role)))
+                # A reload may have moved them to engines of the other role, for which no other request waits here.
+                engines = getattr(self._core.fleet, role)
+                full = waits_for(usable, engines) if usable[0].role == role else frozenset(usable)
+                return Choice(None, full=full)
             free.lacking.tried(self._refusals.wants)
             return Choice(free, tokens if self._rule.salted else 0)
 
