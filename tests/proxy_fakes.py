@@ -244,6 +244,7 @@ class FakeEngine:
         @app.post("/cohere/v2/chat/render")
         @app.post("/v1/decisions")
         @app.post("/v1/systemone")
+        @app.post("/v2/rerank")
         @app.post("/sleep")
         @app.post("/custom")
         async def passed(request: Request):

@@ -12,7 +12,7 @@ from proxy_fakes import turn
 
 from vllm_kvtier.errors import ConfigError
 from vllm_kvtier.proxy.config import EngineAddress, ProxyConfig
-from vllm_kvtier.proxy.messages.request_bodies import BadRequest, ClientRequest, Route
+from vllm_kvtier.proxy.messages.request_bodies import _MEDIA, BadRequest, ClientRequest, Route
 from vllm_kvtier.proxy.messages.transfer_params import (
     Source,
     TransferParams,
@@ -239,35 +239,51 @@ def test_media_that_clients_name_are_renamed():
     assert found["messages"] == [*other, message | {"content": [theirs, message["content"][1]]}]
     assert found["tools"] == [tool]
     assert renamed(messages=[[message], [message]])["messages"][1][0]["content"][0] == theirs  # of a batch
-    assert renamed(data_1={"content": [picture]})["data_1"] == {"content": [theirs]}  # of a score
-    assert renamed(content_parts=[picture])["content_parts"] == [theirs]
-    assert renamed(content_parts=[{"uuid": 5}, {"uuid": None}])["content_parts"] == [
-        {"uuid": "tenant's 5"},
-        {"uuid": None},
-    ]
+    part = {"type": "image_url", "url": "data:,"}  # of tokens-in/tokens-out
+    names = {5: "tenant's 5", None: None, "logo": "tenant's logo"}
+    parts = [part | {"uuid": name} for name in names]
+    found = renamed(Route.GENERATE, content_parts=parts)["content_parts"]
+    assert found == [part | {"uuid": name} for name in names.values()]
     for kind in ("function_call_output", "custom_tool_call_output"):  # of /v1/responses
         item = {"type": kind, "call_id": "c", "output": [{"type": "input_text", "text": "a"}, picture]}
         assert renamed(input=[item])["input"] == [item | {"output": [item["output"][0], theirs]}]
     item = {"content": [picture], "output": picture, "reasoning": picture | {"type": "prompt_embeds"}}
     names = {"content": [theirs], "output": theirs, "reasoning": theirs | {"type": "prompt_embeds"}}
     assert renamed(input=[item])["input"] == [names]
-    assert renamed(state=[item])["state"] == [item]  # of /v1/systemone: a text
     features = {"mm_hashes": {"image": ["logo"]}, "kwargs_data": {"image": [None]}}
     theirs = features | {"mm_hashes": {"image": ["tenant's logo"]}}
     assert renamed(Route.GENERATE, features=features)["features"] == theirs
     assert renamed(Route.GENERATE, features=None)["features"] is None
 
 
+def test_only_media_of_messages_are_renamed():
+    """What clients send elsewhere, or what is not of media, engines and templates get as it is."""
+    picture = {"type": "image_url", "image_url": {"url": "data:,"}, "uuid": "logo"}
+    item = {"content": [picture], "output": picture, "reasoning": picture}
+    names = ("chat_template_kwargs", "tools", "metadata", "documents", "state", "rows", "content", "output")
+    others = {name: [item] if name != "chat_template_kwargs" else item for name in names}
+    assert {name: value for name, value in renamed(**others).items() if name in others} == others
+    parts = [{"uuid": 5}, {"type": "text", "text": "a", "uuid": "logo"}, {"type": ["image_url"], "uuid": "logo"}]
+    messages = [{"content": parts, "output": [{"stdout": "x", "uuid": "logo"}], "reasoning": {"uuid": "logo"}}]
+    assert renamed(messages=messages, input=messages)["messages"] == messages
+
+
+def test_all_kinds_of_parts_to_which_vllm_gives_a_name_are_known_as_media():
+    chat_utils = pytest.importorskip("vllm.renderers.chat_utils")
+    texts = {"text", "input_text", "output_text", "refusal", "thinking", "tool_reference"}
+    assert set(chat_utils.MM_PARSER_MAP) - texts <= _MEDIA
+
+
 def test_media_names_behind_escapes_are_renamed():
-    body = rb'{"messages": [{"\u0063ontent": [{"\u0075\u0075id": "logo", "x": 1}]}]}'
+    body = rb'{"messages": [{"\u0063ontent": [{"\u0075\u0075id": "logo", "image_\u0075rl": 1}]}]}'
     request = ClientRequest(Route.CHAT, body)
     request.rename_media(str.upper)
-    assert msgspec.json.decode(request.fields["messages"]) == [{"content": [{"uuid": "LOGO", "x": 1}]}]
+    assert msgspec.json.decode(request.fields["messages"]) == [{"content": [{"uuid": "LOGO", "image_url": 1}]}]
 
 
 @pytest.mark.parametrize(
     ("fields", "most"),
-    [({"tools": [{"uuid": 1}] * 100}, 2), ({"messages": [{"content": [{"uuid": "logo"}] * 100}]}, 6)],
+    [({"tools": [{"uuid": 1}] * 100}, 2), ({"messages": [{"content": [{"uuid": "logo", "image_url": 1}] * 100}]}, 6)],
     ids=["objects", "named media"],
 )
 def test_media_are_renamed_in_few_calls_for_each_object(fields, most):

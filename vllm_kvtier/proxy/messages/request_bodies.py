@@ -51,6 +51,14 @@ _BEFORE_MESSAGES = ("tools", "documents")
 
 # Parts of a message that the template renders as text.
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "thinking")
+# The fields with messages, and those of a score, whose texts have parts as a message has.
+MESSAGE_FIELDS = frozenset(("messages", "input", "system", "content_parts"))
+SCORE_FIELDS = frozenset(("data_1", "data_2", "queries", "query", "documents", "items", "text_1", "text_2"))
+# Types of parts that are media, and the fields by which vLLM knows media that have a name.
+_MEDIA = frozenset(
+    "image_url input_image image_pil image_embeds audio_url input_audio audio_embeds video_url video_embeds "
+    "prompt_embeds".split()
+)
 # Fields of a message that have parts: ``output`` of a tool, in /v1/responses; vLLM 0.33 takes ``reasoning`` as a part.
 _PARTS = ("content", "output", "reasoning")
 # What a picture, or other media, counts for at most: 1,024 tokens, however many bytes it is sent in.
@@ -275,13 +283,14 @@ def remove_transfer_fields(fields: _Fields, nested: str = "vllm_xargs") -> None:
         fields[nested] = msgspec.Raw(msgspec.json.encode(kept))
 
 
-def rename_media(fields: _Fields, rename: Callable[[str], str]) -> bool:
+def rename_media(fields: _Fields, rename: Callable[[str], str], searched: frozenset[str] = MESSAGE_FIELDS) -> bool:
     """Rename the media that the client has named: engines keep media by these names, for the requests of all tenants.
-    True if there are any. Raises BadRequest."""
+    ``searched``: the fields that may have media. True if there are any. Raises BadRequest."""
     found = False
-    for name, raw in fields.items():
+    for name in searched & fields.keys():
+        raw = fields[name]
         text = bytes(raw)
-        if name == "state" or not any(sign in text for sign in _UUID):  # of /v1/systemone: a text, or any JSON
+        if not any(sign in text for sign in _UUID):
             continue
         _refuse_many(raw, name)
         try:
@@ -326,11 +335,17 @@ def _rename_in_message(message: _Fields, rename: Callable[[str], str]) -> bool:
 
 
 def _rename_part(part: _Fields, rename: Callable[[str], str]) -> bool:
-    """Whether it had a name."""
+    """Whether it was one of media, with a name."""
+    if "uuid" not in part or (_MEDIA.isdisjoint(part) and not _is_media_type(read_field(part, "type"))):
+        return False
     if (given := read_field(part, "uuid")) is None:
         return False
     part["uuid"] = _encoded(rename(str(given)))
     return True
+
+
+def _is_media_type(kind: Any) -> bool:
+    return isinstance(kind, str) and kind in _MEDIA
 
 
 def _with_hashes_renamed(raw: msgspec.Raw, rename: Callable[[str], str]) -> msgspec.Raw:

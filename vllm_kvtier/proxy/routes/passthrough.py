@@ -24,6 +24,8 @@ from vllm_kvtier.proxy.engines.refusals import MAX_NAME, may_be_served_elsewhere
 from vllm_kvtier.proxy.messages import response_rewriter
 from vllm_kvtier.proxy.messages.incoming_request import Incoming
 from vllm_kvtier.proxy.messages.request_bodies import (
+    MESSAGE_FIELDS,
+    SCORE_FIELDS,
     BadRequest,
     as_utf8,
     find_form_field,
@@ -72,6 +74,7 @@ _LIGHT = PassthroughRoute(_POST)
 _POOLING = PassthroughRoute(_POST, "pooling", salted=True)
 _DECODE = PassthroughRoute(_POST, "decode", salted=True)
 
+_SCORES = frozenset(("/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"))
 _AUDIO = ("/v1/audio/transcriptions", "/v1/audio/translations")
 
 _ROUTES = {
@@ -80,7 +83,7 @@ _ROUTES = {
     **{f"/v1/{kind}/{step}": _LIGHT for kind in ("chat/completions", "completions") for step in ("render", "derender")},
     **dict.fromkeys(("/v1/messages/render", "/v1/responses/render", "/cohere/v2/chat/render"), _LIGHT),
     **dict.fromkeys(("/v1/embeddings", "/v2/embed", "/pooling", "/classify"), _POOLING),
-    **dict.fromkeys(("/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"), _POOLING),
+    **dict.fromkeys(_SCORES, _POOLING),
     **dict.fromkeys(("/v1/messages", "/cohere/v2/chat", "/v1/chat/completions/batch"), _DECODE),
     **dict.fromkeys(("/generative_scoring", "/v1/decisions", "/v1/systemone"), _DECODE),
     **dict.fromkeys(_AUDIO, PassthroughRoute(_POST, "decode")),
@@ -145,7 +148,9 @@ class Passthrough(EngineRequest):
         if self._incoming.path in _JSON and read_field(fields, "previous_response_id") is None:
             model = read_field(fields, "model")
             self._refusals.wants = self._incoming.path, model[:MAX_NAME] if isinstance(model, str) else ""
-        has_media = rename_media(fields, partial(self._core.tenants.media_name, self._tenant))
+        is_chat = self._incoming.path in _JSON - _SCORES
+        searched = MESSAGE_FIELDS if is_chat else MESSAGE_FIELDS | SCORE_FIELDS
+        has_media = rename_media(fields, partial(self._core.tenants.media_name, self._tenant), searched)
         if not self._rule.salted:
             return msgspec.json.encode(fields) if has_media else body
         remove_transfer_fields(fields)
