@@ -65,6 +65,22 @@ def test_bad_block_of_another_store_or_namespace_costs_lookups_nothing():
     assert blocks.good_hash_blocks(NAMESPACE_ID, Untouched(hashes), shapes, 0, 1000) == 1000
 
 
+def test_remembered_bad_blocks_are_read_once_for_many_lookups():
+    """4,096 of them cost each lookup of a short prompt 2.5 ms."""
+
+    class Counted(bytes):
+        reads = 0
+
+        def __getitem__(self, key):
+            Counted.reads += 1
+            return super().__getitem__(key)
+
+    blocks, shapes = BadBlocks(), [GroupShape(1, 1)]
+    blocks.add(NAMESPACE_ID, 0, Counted(b"no block of this".ljust(16)))
+    assert [blocks.good_hash_blocks(NAMESPACE_ID, HASHES, shapes, 0, 30) for _ in range(3)] == [30] * 3
+    assert Counted.reads == 1
+
+
 def test_bad_blocks_are_forgotten_oldest_first(monkeypatch):
     monkeypatch.setattr(bad_blocks, "MAX_REMEMBERED", 2)
     blocks = BadBlocks()
@@ -75,4 +91,4 @@ def test_bad_blocks_are_forgotten_oldest_first(monkeypatch):
     for n in (0, 1, 2):
         blocks.remove((NAMESPACE_ID, 0, hash_of(n)))
     assert blocks.good_hash_blocks(NAMESPACE_ID, HASHES, [GroupShape(1, 1)], 0, 30) == 30
-    assert not blocks._blocks and not blocks._by_store
+    assert not blocks._blocks and not blocks._by_store and not blocks._begins

@@ -25,10 +25,12 @@ class BadBlocks:
     def __init__(self) -> None:
         self._blocks: dict[tuple[bytes, int, bytes, str], None] = {}  # oldest first
         self._by_store: dict[tuple[bytes, str], set[tuple[int, bytes]]] = {}  # by namespace and store
+        self._begins: dict[tuple[bytes, str], np.ndarray] = {}  # of these, sorted; until they change
 
     def add(self, namespace_id: bytes, group: int, block_hash: bytes, store: str = "") -> None:
         self._blocks[namespace_id, group, block_hash, store] = None
         self._by_store.setdefault((namespace_id, store), set()).add((group, block_hash))
+        self._begins.pop((namespace_id, store), None)
         if len(self._blocks) > MAX_REMEMBERED:
             self._discard(*next(iter(self._blocks)))
 
@@ -44,6 +46,7 @@ class BadBlocks:
         del self._blocks[namespace_id, group, block_hash, store]
         bad = self._by_store[namespace_id, store]
         bad.remove((group, block_hash))
+        self._begins.pop((namespace_id, store), None)
         if not bad:
             del self._by_store[namespace_id, store]
 
@@ -64,8 +67,12 @@ class BadBlocks:
         align = math.lcm(*(shape.hash_blocks_per_block for shape in shapes))
         # Blocks that begin as a bad one does. A prompt may have 100,000, and all groups are looked at only for these.
         begins = np.frombuffer(block_hashes, "<u8")[:: HASH_BYTES // 8][start:num_hash_blocks]
-        bad_begins = np.frombuffer(b"".join(block_hash[:8] for _, block_hash in bad), "<u8")
-        ends = (start + 1 + np.flatnonzero(np.isin(begins, bad_begins))).tolist()
+        bad_begins = self._begins.get((namespace_id, store))
+        if bad_begins is None:
+            bad_begins = np.sort(np.frombuffer(b"".join(block_hash[:8] for _, block_hash in bad), "<u8"))
+            self._begins[namespace_id, store] = bad_begins
+        likely = bad_begins.take(np.searchsorted(bad_begins, begins), mode="clip") == begins
+        ends = (start + 1 + np.flatnonzero(likely)).tolist()
         for group, shape in enumerate(shapes):
             for end in ends:
                 block_hash = block_hashes[(end - 1) * HASH_BYTES : end * HASH_BYTES]
