@@ -393,6 +393,24 @@ def test_child_that_is_killed_ends_once(monkeypatch, descriptors):
     eventually(lambda: not [each for each in threading.enumerate() if each.name == f"kvtier-child-{child.pid}"])
 
 
+def test_tier_process_is_tried_again_where_no_thread_can_watch_its_child(monkeypatch):
+    """It stayed OPENING for good, and each attempt left a pipe open."""
+
+    def no_threads(_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(linux, "pidfd_open", no_descriptors)
+    with bench() as b, monkeypatch.context() as patch:
+        patch.setattr(child_module.threading.Thread, "start", no_threads)
+        before = os.listdir("/proc/self/fd")
+        with pytest.raises(OSError, match="new thread"):
+            child_module._end_of(os.getpid())
+        assert os.listdir("/proc/self/fd") == before
+        b.spawn = lambda kind, sock, pool_fd, pool_bytes: spawn([sys.executable, "-c", ""], ())
+        b.on(b.tier_process.start)
+        eventually(lambda: b.tier_process.state == BACKOFF)
+
+
 def test_child_that_nothing_can_watch_is_not_left_behind(monkeypatch):
     made = []
     monkeypatch.setattr(child_module, "_end_of", no_descriptors)  # as where there are too many open files

@@ -1,5 +1,6 @@
 """A tier process as a child of the server. Nothing here blocks."""
 
+import errno
 import os
 import socket
 import subprocess
@@ -93,7 +94,13 @@ def _end_of(pid: int) -> int:
         return linux.pidfd_open(pid)
     except OSError:  # Linux before 5.3, or a sandbox
         reader, writer = os.pipe()
-        threading.Thread(target=_close_at_end, args=(pid, writer), name=f"kvtier-child-{pid}", daemon=True).start()
+        thread = threading.Thread(target=_close_at_end, args=(pid, writer), name=f"kvtier-child-{pid}", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # the limit of processes
+            os.close(reader)
+            os.close(writer)
+            raise OSError(errno.EAGAIN, str(error)) from error
         return reader
 
 
