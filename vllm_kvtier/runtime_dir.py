@@ -62,16 +62,14 @@ def private_path(identity: str, suffix: str = ".sock") -> str:
     return path
 
 
-def distrust(info: os.stat_result, owners: Container[int], closed: int = 0) -> str:
+def distrust(info: os.stat_result, owners: Container[int]) -> str:
     """Why it is not used; "" if nothing is wrong. ``info``: of ``lstat``, or of an open file. ``owners``: users that
-    it may belong to. ``closed``: bits of a mode that it must not have."""
+    it may belong to."""
+    if info.st_uid in owners:
+        return ""
     if stat.S_ISLNK(info.st_mode):
         return f"it is a link of user {info.st_uid}"
-    if info.st_uid not in owners:
-        return f"it belongs to user {info.st_uid}, and this process is of user {os.geteuid()}"
-    if stat.S_ISREG(info.st_mode) and info.st_nlink > 1:
-        return "it has another name (a hard link)"
-    return f"others may use it (mode {stat.S_IMODE(info.st_mode):04o})" if info.st_mode & closed else ""
+    return f"it belongs to user {info.st_uid}, and this process is of user {os.geteuid()}"
 
 
 def _in(base: str) -> Path:
@@ -99,7 +97,7 @@ def _wrong(folder: Path) -> str:
         info = folder.lstat()
     except OSError as error:
         return f"{folder} cannot be used ({error.strerror})"
-    if not stat.S_ISDIR(info.st_mode) or distrust(info, {os.getuid()}, 0o077):
+    if not stat.S_ISDIR(info.st_mode) or info.st_mode & 0o077 or distrust(info, {os.getuid()}):
         return f"{folder} must be a directory of mode 0700 owned by this user; remove it or fix it"
     return "" if os.access(folder, os.W_OK | os.X_OK) else f"{folder} cannot be written to"
 

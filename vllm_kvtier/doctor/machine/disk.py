@@ -3,12 +3,13 @@
 import errno
 import mmap
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from vllm_kvtier.doctor.report import Check, fail, ok, warn
 from vllm_kvtier.store import linux
 from vllm_kvtier.store.memory.memory_limits import format_bytes
-from vllm_kvtier.store.tiers.disk.file_ops import FULL, Files
+from vllm_kvtier.store.tiers.disk.file_ops import FULL, Files, wrong_file
 from vllm_kvtier.store.tiers.disk.mounts import REMOTE, TABLE, has_own, mount_of, unmounted
 
 _TEST_BYTES = 64 << 10
@@ -21,15 +22,15 @@ def disk(folder: Path, size: int, files: Files | None = None, mounts: Path = TAB
         return [fail(name, f"nothing is mounted at {point}, which /etc/fstab names", f"mount {point}")]
     parent = folder
     try:
-        if not folder.exists():
+        if not os.path.lexists(folder):
             parent = folder.parent
         if not parent.exists():
             message = f"there is no {parent}, and a store makes no more than one folder"
             return [fail(name, message, "mount its disk, or make it")]
         if not parent.is_dir():
             return [fail(name, f"{parent} is not a directory", "choose a directory, on a local SSD")]
-        if parent == folder and (reason := files.refusal(str(folder))):
-            fix = "remove it, so that the store makes it; or give it to the user that runs the store, with mode 0700"
+        if parent == folder and (reason := files.refusal(str(folder)) or _wrong_files(folder)):
+            fix = "remove it, so that the store makes it; or give it and its files to the user that runs the store"
             return [fail(name, f"a store of this user does not use it: {reason}", fix)]
         fd = files.open(str(parent.resolve()), linux.O_TMPFILE | os.O_RDWR)
     except OSError as error:
@@ -46,6 +47,15 @@ def disk(folder: Path, size: int, files: Files | None = None, mounts: Path = TAB
     finally:
         files.close(fd)
     return [space, *_kind(name, parent, files, mounts)]
+
+
+def _wrong_files(folder: Path) -> str:
+    with suppress(PermissionError):  # to list it: `_room` reports that
+        for path in folder.iterdir():
+            ours = path.name in ("lock", "slots") or path.name.startswith("journal.")
+            if ours and (reason := wrong_file(path.lstat(), str(folder))):
+                return f"{path.name} is not used: {reason}"
+    return ""
 
 
 def _unwritable(name: str, folder: Path, error: OSError) -> Check:

@@ -42,29 +42,32 @@ class Files:
         return True
 
     def refusal(self, folder: str) -> str:
-        """Why a folder is not used: another user made it, or a link to it, or may exchange its files; "" if nothing is
-        wrong. What is mounted at its path was chosen by root: Kubernetes' emptyDir has mode 0777."""
-        link, found = os.lstat(folder), os.stat(folder)
-        owners = _owners(found, folder)
-        if link.st_uid not in owners and stat.S_ISLNK(link.st_mode):
-            return distrust(link, owners)
-        if mount_of(Path(folder)).point == Path(folder).resolve():
-            return ""
-        return distrust(found, owners, 0 if found.st_mode & stat.S_ISVTX else stat.S_IWOTH)
+        """Why a folder is not used: another user made it, or a link to it, where every user could; "" if nothing is
+        wrong. Elsewhere its owner does not matter: users that could make it were trusted before."""
+        if not os.path.exists(folder):
+            return "it is a link to nothing"
+        link = Path(folder).absolute()
+        for path in (link, link.resolve()):
+            if _all_may_write(path.parent) and mount_of(path).point != path:
+                found = path.lstat()
+                if reason := distrust(found, _owners(found, folder)):
+                    return reason
+        return ""
 
     def names(self, folder: str) -> list[str]:
         return os.listdir(folder)
 
     def open(self, path: str, flags: int) -> int:
-        """Open a file of this tier. One that another user made, or a link to any, is refused."""
+        """Open a file of this tier, if nothing speaks against it; see ``wrong_file``."""
+        if os.path.lexists(path) and stat.S_ISFIFO(os.lstat(path).st_mode):  # whose open may wait for good
+            raise PermissionError(errno.EPERM, f"{path} is not used: it is not a file")
         try:
             fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as error:
             if error.errno != errno.ELOOP:
                 raise
             raise PermissionError(errno.EPERM, f"{path} is not used: it is a link") from error
-        found = os.fstat(fd)
-        if reason := distrust(found, _owners(found, os.path.dirname(path))):
+        if reason := wrong_file(os.fstat(fd), os.path.dirname(path)):
             os.close(fd)
             raise PermissionError(errno.EPERM, f"{path} is not used: {reason}")
         return fd
@@ -134,6 +137,19 @@ class Files:
             os.fsync(fd)
         finally:
             os.close(fd)
+
+
+def wrong_file(found: os.stat_result, folder: str) -> str:
+    """Why a file of a tier is not used: it is a link, or another user may have made it; "" if nothing is wrong."""
+    if not stat.S_ISREG(found.st_mode):
+        return "it is a link" if stat.S_ISLNK(found.st_mode) else "it is not a file"
+    if found.st_nlink > 1:
+        return "it has another name (a hard link)"
+    return distrust(found, _owners(found, folder)) if _all_may_write(Path(folder)) else ""
+
+
+def _all_may_write(folder: Path) -> bool:
+    return bool(folder.stat().st_mode & stat.S_IWOTH)
 
 
 def _owners(found: os.stat_result, folder: str) -> set[int]:
