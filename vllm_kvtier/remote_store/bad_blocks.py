@@ -3,9 +3,7 @@ remembered, because it would serve the same bytes again. Another store may hold 
 
 import math
 from collections.abc import Sequence
-from typing import Protocol
-
-import numpy as np
+from typing import Any, Protocol
 
 from vllm_kvtier.store.index.types import HASH_BYTES
 
@@ -25,7 +23,7 @@ class BadBlocks:
     def __init__(self) -> None:
         self._blocks: dict[tuple[bytes, int, bytes, str], None] = {}  # oldest first
         self._by_store: dict[tuple[bytes, str], set[tuple[int, bytes]]] = {}  # by namespace and store
-        self._begins: dict[tuple[bytes, str], np.ndarray] = {}  # of these, sorted; until they change
+        self._begins: dict[tuple[bytes, str], Any] = {}  # of these, sorted; until they change
 
     def add(self, namespace_id: bytes, group: int, block_hash: bytes, store: str = "") -> None:
         self._blocks[namespace_id, group, block_hash, store] = None
@@ -64,6 +62,8 @@ class BadBlocks:
         bad = self._by_store.get((namespace_id, store))
         if not bad:
             return num_hash_blocks
+        import numpy as np  # a store starts sooner without, and needs it only now
+
         align = math.lcm(*(shape.hash_blocks_per_block for shape in shapes))
         # Blocks that begin as a bad one does. A prompt may have 100,000, and all groups are looked at only for these.
         begins = np.frombuffer(block_hashes, "<u8")[:: HASH_BYTES // 8][start:num_hash_blocks]
