@@ -29,7 +29,10 @@ class Life(World):
         self.now = time.monotonic()  # other modules make deadlines from the real clock
         self.live: dict[str, SimpleNamespace] = {}
         self.engine = self.engine_of_one_group() if len(groups) == 1 else None
-        pool = SimpleNamespace(hash_block_size=HASH_BLOCK_SIZE, evict=self.evict, pin=list, free=lambda ids: None)
+        pool = SimpleNamespace(
+            hash_block_size=HASH_BLOCK_SIZE, group_tokens=[HASH_BLOCK_SIZE], evict=self.evict, pin=list,
+            free=lambda ids: None,
+        )  # fmt: skip
         self.alone = self.rng.random() < 0.5  # mostly one request at a time
         super().__init__(
             groups,
@@ -61,7 +64,7 @@ class Life(World):
             prev_step_scheduled_req_ids=set(), requests={},
         )  # fmt: skip
 
-    def evict(self, hashes, group):
+    def evict(self, hashes):
         self.cached.difference_update(hashes)
 
     def new_request(self):

@@ -8,7 +8,6 @@ import signal
 import threading
 import time
 from contextlib import contextmanager
-from types import SimpleNamespace
 
 import numpy as np
 import pull_fakes
@@ -82,8 +81,8 @@ class Engine:
         monkeypatch.setattr(node_store, "start_store", lambda path, options: self.start(0, path))
         monkeypatch.setattr(store_worker, "store_path", lambda: stores[1].path)
         monkeypatch.setattr(store_worker, "start_store", lambda path, options: self.start(1, path))
-        node = lambda: SimpleNamespace(node=threading.current_thread().name)  # noqa: E731 - a reactor a rank
-        monkeypatch.setattr(peer_exchange, "identity", node)
+        node = lambda: threading.current_thread().name  # noqa: E731 - a reactor a rank
+        monkeypatch.setattr(peer_exchange, "node_name", node)
         monkeypatch.setattr(connector_worker, "NixlTransport", Transport)
         monkeypatch.setattr(pull_fakes, "TOKENS", BLOCK)
         self.core = EngineCore.__new__(EngineCore)

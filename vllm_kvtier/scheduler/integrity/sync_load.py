@@ -91,7 +91,7 @@ class SyncLoad:
         state = self._unverified
         if state is None:
             return False
-        if not self._hashes:
+        if len(self._hashes) < len(state.request.block_hashes):  # it may have got tokens since
             self._hashes = {bytes(each) for each in state.request.block_hashes}
         return block_hash in self._hashes
 
