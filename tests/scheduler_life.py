@@ -293,7 +293,8 @@ class Life:
         scheduler.connector.half = half
         if granted(Feature.SYNC_LOADS):
             rollback.before_output(scheduler, scheduler.connector.verify)
-        scheduler.connector.ranks = lambda: 1 + (self.rng.random() < 0.1)  # more: one of them says nothing
+        ranks = random.Random(seed)
+        scheduler.connector.ranks = lambda: 1 + (ranks.random() < 0.1)  # more: one of them says nothing
         scheduler.requires_kv_delivery = self.rng.random() < 0.5  # what is in flight of the preempted is dropped
         self.runner, self.flying = Runner(self), []
         self.content, self.live, self.expected, self.got, self.made = {}, {}, {}, {}, 0
@@ -477,6 +478,11 @@ def scheduler_maker(root):
 
     init_none_hash(sha256)
     return scheduler
+
+
+@pytest.fixture
+def make(root):
+    return scheduler_maker(root)
 
 
 def live(make, names, **options):

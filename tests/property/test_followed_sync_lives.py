@@ -8,10 +8,9 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
-import test_sync_load_lives as lives
 from matcher_harness import HASH_BLOCK_SIZE
+from scheduler_life import Life, Runner, make, synchronous_loads, truth  # noqa: F401
 from source_fakes import load_results
-from test_sync_load_lives import BLOCKS, Life, Runner, make, truth  # noqa: F401
 from vllm.v1.request import RequestStatus
 
 from vllm_kvtier.jobs.results import FetchResult
@@ -24,7 +23,7 @@ from vllm_kvtier.shapes.read_paths import ReadPath
 from vllm_kvtier.wire import messages as m
 from vllm_kvtier.worker.job_table import JobTable
 
-pytestmark = lives.synchronous_loads
+pytestmark = synchronous_loads
 
 
 class FollowingRunner(Runner):
@@ -46,7 +45,7 @@ class FollowingRunner(Runner):
         for order in (*now, *ended):
             table.finish(self._load(order))
         out = table.results()
-        return out.results, out.finished, out.bad_blocks
+        return out.results, out.finished, out.bad_blocks, out.failed
 
     def _load(self, order):
         if not isinstance(order, PeerFetchJob):
@@ -73,7 +72,7 @@ class FollowingLife(Life):
         self.last_parts = self.unscheduled = self.lease = 0
         peers, pool = world.peers, world.load.engine.pool
         peers.follow, peers.stop_following, peers.release = self._follow, self._stop, self._release
-        pool.free_count, pool.num_blocks = self.pool.free_count, BLOCKS
+        pool.free_count, pool.num_blocks = self.pool.free_count, self.blocks
         lock = SimpleNamespace(known=True, run_when_free=lambda job: job())
         source = FollowedPrefillSource(world.load, lock)
         source._config = msgspec.structs.replace(source._config, follow_share=1.0, pull_threshold=1)
@@ -88,7 +87,7 @@ class FollowingLife(Life):
             own = {"export": name, "follow": True}
             params = {"do_remote_prefill": True, "remote_host": "p", "remote_port": 1, "kvtier": own}
             request.kv_transfer_params = params
-            cells, _ = truth(request.prompt_token_ids, 0)
+            (cells,), _ = truth(self.kinds, request.prompt_token_ids, 0)
             slots = []
             for i in range(0, length, HASH_BLOCK_SIZE):
                 slots.append((1 << 30) + len(self.content))  # none of the store's

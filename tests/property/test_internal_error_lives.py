@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from matcher_harness import GROUPS, no_violations  # noqa: F401
 from offloader_harness import GROUPS as OFFLOADED
 from offloader_harness import Engine as Offload
+from scheduler_life import Connector, make  # noqa: F401
+from scheduler_life import Life as EngineLife
+from scheduler_life import synchronous_loads as with_sync_loads
 from source_fakes import bare_identity, load_results
 from support import WITHOUT_SHRINKING
 from test_exports import HASH_BLOCK_SIZE, one_export
 from test_store_lives import Life
-from test_sync_load_lives import Connector, make  # noqa: F401
-from test_sync_load_lives import Life as EngineLife
-from test_sync_load_lives import synchronous_loads as with_sync_loads
 
 import vllm_kvtier
 from vllm_kvtier import containment
