@@ -13,6 +13,7 @@ LEFT_OUT = {
     "vllm_compat/hooks/idle_hook.py:EngineThread._install.<locals>.notify",
     "vllm_compat/hooks/idle_hook.py:_looking.<locals>.looking",
     "vllm_compat/hooks/block_pool.py:BlockPool.around_reset.<locals>.reset_prefix_cache",
+    "vllm_compat/hooks/rollback.py:before_output.<locals>.update_from_output",
     "vllm_compat/hooks/local_hits.py:limit.<locals>.get_computed_blocks_for_connector",
     "vllm_compat/hooks/waiting_loop.py:WaitingLoop.install.<locals>.bounded",
     # These do nothing, read one of their fields, or wait for an event of Python's.

@@ -292,7 +292,7 @@ class Life:
         pool.around_reset(half._before_reset, half._after_reset, half._contain)
         scheduler.connector.half = half
         if granted(Feature.SYNC_LOADS):
-            rollback.before_output(scheduler, scheduler.connector.verify)
+            rollback.before_output(scheduler, contain, scheduler.connector.verify)
         ranks = random.Random(seed)
         scheduler.connector.ranks = lambda: 1 + (ranks.random() < 0.1)  # more: one of them says nothing
         scheduler.requires_kv_delivery = self.rng.random() < 0.5  # what is in flight of the preempted is dropped

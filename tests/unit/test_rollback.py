@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support import Uncontained
 from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, SchedulerConfig, SpeculativeConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
 from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, PlaceholderRange
@@ -118,7 +119,7 @@ def engine(root):
             log_stats=True,
         )
         scheduler.connector.scheduler = scheduler
-        rollback.before_output(scheduler, scheduler.connector.verify)
+        rollback.before_output(scheduler, Uncontained(), scheduler.connector.verify)
         return scheduler
 
     init_none_hash(sha256)

@@ -4,7 +4,6 @@
 looked for.
 """
 
-import functools
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -182,7 +181,7 @@ class SchedulerParts(ABC):
         rollback.set_failure_policy(scheduler, self._config.kv_load_failure_policy)
         self._only_connector = rollback.serves(scheduler, connector)
         if self._only_connector and self._sync_load.possible:
-            rollback.before_output(scheduler, self._engine.scheduler_lock.held(self._read_first))
+            rollback.before_output(scheduler, self._contain, self._engine.scheduler_lock.held(self._verify))
             self._watched = weakref.ref(scheduler)
         if other := other_connectors.handing_off(scheduler, connector):
             self._exporter.exports = self._matcher.hands_off_alone = False
@@ -190,10 +189,9 @@ class SchedulerParts(ABC):
                 "kvtier: connector: in this MultiConnector hand-offs are left to %s; ours only stores and loads", other
             )
 
-    def _read_first(self, output: Any) -> None:
+    def _verify(self, output: Any) -> None:
         """vLLM is about to read the output of a step that waited for a load. ``output``: of the workers, or None."""
-        verify = functools.partial(self._sync_load.verify, results_of(output), self._info.world_size)
-        self._contain.insist("verification", verify, unsafe=True)
+        self._sync_load.verify(results_of(output), self._info.world_size)
 
     def _followed(self, block_ids: BlockIds) -> BlockIds:
         """Of new blocks by vLLM's groups, those of the groups that we follow. The others' get new content too."""

@@ -85,7 +85,7 @@ def others_wait(scheduler: Any, request: Any) -> bool:
     )
 
 
-def before_output(scheduler: Any, verify: Callable[[Any], object]) -> None:
+def before_output(scheduler: Any, containment: Containment, verify: Callable[[Any], object]) -> None:
     """Have ``verify`` called with the workers' ``KVConnectorOutput``, or None, before vLLM reads the output of a step
     that waited for a load. Outside of the scheduler's methods, once a scheduler."""
     read = scheduler.update_from_output
@@ -93,7 +93,8 @@ def before_output(scheduler: Any, verify: Callable[[Any], object]) -> None:
     @functools.wraps(read)
     def update_from_output(scheduler_output: Any, model_runner_output: Any, *args: Any, **kwargs: Any) -> Any:
         if scheduler_output.has_sync_kv_loads:
-            verify(model_runner_output.kv_connector_output)
+            part = functools.partial(verify, model_runner_output.kv_connector_output)
+            containment.insist("verification", part, unsafe=True)
         return read(scheduler_output, model_runner_output, *args, **kwargs)
 
     scheduler.update_from_output = update_from_output
