@@ -316,6 +316,10 @@ class Life:
 
         scheduler._update_requests_with_invalid_blocks = updated
 
+    def events(self):
+        """What happens, and how often."""
+        return {self.new: 3, self.store_answers: 4, self.step: 12, self.abort: 0.3, self.reset: 0.6}
+
     # -- what happens ----------------------------------------------------------------------------------------------
 
     def new(self):
@@ -485,11 +489,12 @@ def make(root):
     return scheduler_maker(root)
 
 
-def live(make, names, **options):
+def live(make, names, made=Life, **options):
+    """Live 30 random lives. Each of ``names`` must happen in at least one."""
     total = dict.fromkeys(names, 0)
     for seed in range(30):
-        life = Life(make, seed, **options)
-        events = {life.new: 3, life.store_answers: 4, life.step: 12, life.abort: 0.3, life.reset: 0.6}
+        life = made(make, seed, **options)
+        events = life.events()
         for _ in range(250):
             life.rng.choices(list(events), list(events.values()))[0]()
         life.end()

@@ -208,7 +208,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @contained(_SCHEDULER, again=True)
     def update_connector_output(self, connector_output: Any) -> None:
-        results = results_of(connector_output) if connector_output.kv_connector_worker_meta is not None else []
+        # Mostly None: a call less in each step.
+        results = [] if connector_output.kv_connector_worker_meta is None else results_of(connector_output)
         if self._marks_failures and any(r.failed for r in results):
             again = partial(recompute_failed_loads, self._scheduler.engine_scheduler, results)
             self.containment.insist("recomputing failed loads", again, unsafe=True)

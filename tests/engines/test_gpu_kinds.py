@@ -297,7 +297,6 @@ async def test_gpu_kind_altered_blocks_of_any_group_change_the_answer(of: Trio, 
         with of.altered(plan):
             reply = await driver.ask(of.engine, prompt, ANSWER, ASKED)
         assert reply.pulled > 0, reply.report
-        print(plan, reply.report)
         want = compared(moved, plan, reply, want, of.kind)
         await driver.until_idle(of.engine)
         await driver.reset(of.engine)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 from matcher_harness import HASH_BLOCK_SIZE
-from scheduler_life import Life, Runner, make, synchronous_loads, truth  # noqa: F401
+from scheduler_life import Life, Runner, live, make, synchronous_loads, truth  # noqa: F401
 from source_fakes import load_results
 from vllm.v1.request import RequestStatus
 
@@ -80,6 +80,10 @@ class FollowingLife(Life):
         self.half._outcomes = load_results(world.load, world.matcher, self.half._contain)
         world.sync_load.mapped("p/1")
         self.runner = FollowingRunner(self)
+
+    def events(self):
+        often = {self.new: 3, self.store_answers: 3, self.prefill_step: 8, self.step: 12}
+        return often | {self.abort: 0.3, self.reset: 0.3, self.prefill_dies: 0.1}
 
     def _add(self, request, stored):
         name, length = request.request_id, request.num_tokens
@@ -171,17 +175,8 @@ class FollowingLife(Life):
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_followed_prefill_never_brings_wrong_token_or_hangs(make, asynchronous, priority, budget):  # noqa: F811
     """Whatever is preempted, aborted, reset and bad, or has no room in the step that reads the last part."""
-    total = dict.fromkeys(["last_parts", "bad", "preempted", "unscheduled"], 0)
-    for seed in range(30):
-        life = FollowingLife(make, seed, asynchronous=asynchronous, priority=priority, budget=budget)
-        events = {life.new: 3, life.store_answers: 3, life.prefill_step: 8, life.step: 12, life.abort: 0.3}
-        events |= {life.reset: 0.3, life.prefill_dies: 0.1}
-        for _ in range(250):
-            life.rng.choices(list(events), list(events.values()))[0]()
-        life.end()
-        for name in total:
-            total[name] += getattr(life, name)
-    assert min(total.values()) > 0, total
+    names, options = ["last_parts", "bad", "preempted", "unscheduled"], {"priority": priority, "budget": budget}
+    live(make, names, FollowingLife, asynchronous=asynchronous, **options)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

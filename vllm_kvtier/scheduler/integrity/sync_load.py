@@ -238,7 +238,7 @@ class SyncLoad:
         if state is None or job is None or state.request.request_id != request_id:
             return
         mine = [result for result in results if result.request_id == request_id]
-        self._roll_back(state, job, {block for result in mine for block in result.bad_blocks})
+        self.verify(mine, len(mine))
         # Last: if a line before raises, the result is still pending and ``apply_results`` runs again.
         self._free_pins()
         self._unverified = self._job = None

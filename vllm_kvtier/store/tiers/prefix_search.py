@@ -74,7 +74,6 @@ def end_of(prefix: Prefix, stored: Container[Name]) -> int:
     end = prefix.start + max(0, end - prefix.start) // prefix.step * prefix.step
     sparse = [group for group, shape in enumerate(prefix.groups) if not shape.cache_kind.whole_prefix]
     stored_from = [end + 1] * len(prefix.groups)  # per group: what ends from here on, up to a later end, is stored
-    align = prefix.step
     while end > prefix.start:  # back to an end without a missing block
         for group in sparse:
             needed = _needed(prefix, group, end)
@@ -87,7 +86,7 @@ def end_of(prefix: Prefix, stored: Container[Name]) -> int:
             return end
         sparse.remove(group)
         sparse.insert(0, group)  # it may lack the blocks before as well
-        end = prefix.start + max(0, gap - 1 - prefix.start) // align * align
+        end = prefix.start + max(0, gap - 1 - prefix.start) // prefix.step * prefix.step
     return end
 
 
