@@ -5,8 +5,10 @@ import socket
 
 import msgspec
 import pytest
+import zmq
 from doctor_fakes import METRICS, PROXY_METRICS, FakeEngine, FakeServer, changed, counter, geometry, ranks
 from peer_caches import Group, Layout, ranks_of
+from support import eventually
 from typer.testing import CliRunner
 
 from vllm_kvtier.cli.__main__ import app
@@ -309,6 +311,16 @@ def test_doctor_wrong_cluster_key_is_found(make, key_file, there, here, cause):
     engine = make(FakeEngine, key=ClusterKey.load(str(key_file(there))) if there else None)
     code, checks = doctor("--endpoint", engine.address, *(["--cluster-key", key_file(here)] if here else []))
     assert code == 2 and cause in only(checks, "fail")["message"]
+
+
+def test_probe_that_was_refused_does_not_hang_when_it_asks_again(make, key_file):
+    """ZMQ queues nothing for an endpoint that has refused the handshake: sending would wait without end."""
+    engine = make(FakeEngine, key=ClusterKey.load(str(key_file("a"))))
+    with EndpointProbe(engine.address, None, 0.5) as probe:
+        for _ in range(2):
+            with pytest.raises(NoEndpoint, match="requires its cluster key"):
+                probe.identity()
+            eventually(lambda: not probe._socket.poll(0, zmq.POLLOUT))
 
 
 def test_doctor_unusable_key_files_are_found(key_file, tmp_path):

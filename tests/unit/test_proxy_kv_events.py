@@ -465,6 +465,22 @@ async def test_subscriber_waits_for_hanging_replay_once(monkeypatch):
     context.term()
 
 
+async def test_subscriber_does_not_wait_for_an_endpoint_that_refuses_it(monkeypatch):
+    """As one that requires a key: ZMQ then queues no request."""
+    monkeypatch.setattr(subscriber, "_REPLAY_SECONDS", 0.05)
+    refused = asyncio.Event()
+
+    async def send(socket, frames):
+        refused.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(zmq.asyncio.Socket, "send_multipart", send)
+    with publishing(replay=False) as publisher:
+        async with following(publisher, replay="127.0.0.1:1") as follower:
+            await until(lambda: follower.counts["replay_timeouts"] == 1)
+    assert refused.is_set()
+
+
 async def test_two_subscribers_agree_after_one_restarts():
     rng = random.Random(7)
     prompts = [[rng.randrange(3) for _ in range(6 * BLOCK)] for _ in range(12)]

@@ -5,6 +5,7 @@ with the first field that differs. ``identity`` therefore learns one field per h
 engine has, until the engine accepts and sends its cache layout. That costs the engine one message per field.
 """
 
+import contextlib
 import itertools
 import os
 import re
@@ -135,7 +136,8 @@ class EndpointProbe:
         return self._ask(hello, lambda a: isinstance(a, m.Welcome | m.LeaseRefused))
 
     def _ask(self, message: msgspec.Struct, right):
-        self._socket.send(m.encode(message))
+        with contextlib.suppress(zmq.Again):  # it refused the handshake: the monitor has the event
+            self._socket.send(m.encode(message), zmq.NOBLOCK)
         deadline = time.monotonic() + self._seconds
         events: list[int] = []
         poller = zmq.Poller()

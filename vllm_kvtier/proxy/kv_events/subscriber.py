@@ -167,7 +167,8 @@ class EventSubscriber:
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.MAXMSGSIZE, _MAX_BATCH_BYTES)
             _connect(socket, self._replay_address)
-            await socket.send_multipart([b"", begin.to_bytes(8, "big")])
+            async with time_limit(_REPLAY_SECONDS):  # it waits without end if the handshake was refused
+                await socket.send_multipart([b"", begin.to_bytes(8, "big")])
 
             async def receive() -> list[bytes]:
                 async with time_limit(_REPLAY_SECONDS):
