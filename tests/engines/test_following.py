@@ -220,9 +220,10 @@ async def test_client_leaving_decode_engine_frees_both(pair, driver, faults):
     tasks[1].cancel()
 
     async def released() -> bool:
-        return (await driver.inspect(p)).leases == 0
+        state = await driver.inspect(d)  # the prefill engine, which is held, answers nothing
+        return state.requests == 0 and state.held_leases == 0
 
-    await driver.until(released, 20.0, "no engine reads it any more")
+    await driver.until(released, 20.0, "the decode engine reads nothing any more")
     faults.set()
     await asyncio.wait(tasks)
     assert tasks[0].result().report.get("export") is None, "no engine wants it any more"

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import msgspec
 import numpy as np
 import pytest
-from support import descriptors_of_processes, eventually, stop
+from support import descriptors, descriptors_of_processes, eventually, stop
 
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.store import linux
@@ -302,9 +302,9 @@ def test_peer_process_watch_stop_closes_descriptors(source):
     reactor, gone = Reactor("watch"), []
     watch = PeerProcessWatch(reactor, gone.append)
     reactor.start()
-    before = len(os.listdir("/proc/self/fd"))
+    before = descriptors()
     watch.follow("s/1", [source.shared])
-    eventually(lambda: len(os.listdir("/proc/self/fd")) == before + 1)
+    eventually(lambda: (descriptors() - before).total() == 1)
     ours = watch._followed["s/1"][:]
     reactor.stop()
     assert ours and not gone
