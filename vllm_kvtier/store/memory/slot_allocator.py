@@ -11,6 +11,7 @@ from vllm_kvtier.store.index.block_entry import READY, BlockEntry
 from vllm_kvtier.store.memory.slot_pool import SlotPool
 
 MAX_STEPS = 16384  # entries examined in vain by one reservation: bounds its time if much is leased
+EVICT_AT_ONCE = 32  # blocks of a size, before one of another size may be the coldest
 RECLAIM_TRIES = 4
 RECLAIM_ENTRIES = 16384  # blocks that may be evicted for one slab
 
@@ -103,7 +104,9 @@ class SlotAllocator:
         policies, until = list(self._policies.values()), self.evictions + count
         while self.evictions < until and policies:
             before, policy = self.evictions, min(policies, key=_coldest_use)
-            self._evict(policy, 1, self.pool.pages)
+            # One by one would walk to the end of the coldest block's prompt for each.
+            n = until - before if len(policies) == 1 else min(until - before, EVICT_AT_ONCE)
+            self._evict(policy, n, self.pool.pages)
             if self.evictions == before:  # all of them are in use
                 policies.remove(policy)
 
