@@ -167,6 +167,23 @@ def test_plan_reads_nested_text_config():
     assert models.from_config({"text_config": LLAMA, "dtype": "float16"}, "m").layers[0].heads == 2
 
 
+@pytest.mark.parametrize(
+    ("quantization", "expected"),
+    [
+        ({"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8, "type": "float"}}, "fp8"),
+        ({"quant_method": "modelopt", "quantization": {"kv_cache_quant_algo": "FP8"}}, "fp8"),
+        ({"quant_method": "modelopt", "kv_cache_quant_algo": None}, "bfloat16"),
+        ({"quant_method": "fp8"}, "bfloat16"),
+        (None, "bfloat16"),
+    ],
+)
+def test_kv_dtype_is_that_of_vllms_auto(quantization, expected):
+    """A checkpoint in float32 is served in half of it, and one may say that its cache is quantized."""
+    config = {**LLAMA, "torch_dtype": "float32", "quantization_config": quantization}
+    assert models.from_config(config, "m").dtype == expected
+    assert models.from_config(config, "m", "float16").dtype == "float16"
+
+
 def test_plan_hybrid_model_has_remark():
     found = config(layer_types=["linear_attention"] * 3 + ["full_attention"])
     assert found.layers[0].count == 1 and "3 of 4 layers keep states" in found.remarks[0]

@@ -143,14 +143,19 @@ def test_proxy_warns_of_indexes_of_kv_events_that_may_not_fit():
     config = ProxyConfig(prefill=engines[:2], decode=engines, routing_policy="kv_events")
     needed = 4 * config.max_blocks * BLOCK_BYTES
     room, too_little = (lambda: MemoryLimits(1 << 40, 4 << 30, "m")), (lambda: MemoryLimits(needed, needed // 2, "m"))
-    assert proxy_command.memory_warning(config, room) == ""
-    warning = proxy_command.memory_warning(config, too_little)
+    assert proxy_command.kv_events_warning(config, room) == ""
+    warning = proxy_command.kv_events_warning(config, too_little)
     assert "4 engines may take 640 MiB" in warning
     fitting = int(re.search(r"lower max_blocks to (\d+)", warning)[1])
     assert 0 < fitting < config.max_blocks
     fits = ProxyConfig(decode=engines, routing_policy="kv_events", max_blocks=fitting)
-    assert proxy_command.memory_warning(fits, too_little) == ""
-    assert proxy_command.memory_warning(ProxyConfig(decode=engines), too_little) == ""
+    assert proxy_command.kv_events_warning(fits, too_little) == ""
+    assert proxy_command.kv_events_warning(ProxyConfig(decode=engines), too_little) == ""
+
+
+def test_proxy_warns_of_a_policy_of_kv_events_without_events():
+    config = ProxyConfig(decode=(EngineAddress("http://d:1"),), routing_policy="kv_events")
+    assert "no engine has events" in proxy_command.kv_events_warning(config)
 
 
 def test_proxy_options_have_documented_flags():

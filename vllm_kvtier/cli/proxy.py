@@ -33,7 +33,7 @@ def proxy(config: str | None, **options: Any) -> None:
 
     def load() -> Settings:
         settings = load_settings(config, _engines_read(options))
-        if warning := memory_warning(settings.proxy):
+        if warning := kv_events_warning(settings.proxy):
             logger.warning("kvtier: proxy: %s", warning)
         return settings
 
@@ -41,16 +41,19 @@ def proxy(config: str | None, **options: Any) -> None:
         serve(load(), config, load)
 
 
-def memory_warning(config: ProxyConfig, read_limits: Callable[[], MemoryLimits] = memory_limits) -> str:
-    """Whether the indexes of KV events may need more memory than is free; "": no, or the memory is not known."""
+def kv_events_warning(config: ProxyConfig, read_limits: Callable[[], MemoryLimits] = memory_limits) -> str:
+    """What is wrong with the indexes of KV events: there are none, or they may need more memory than is free; "":
+    nothing, or the memory is not known."""
     if config.routing_policy != "kv_events":
         return ""
+    addresses = [address for role in ROLES for address in getattr(config, role)]
+    engines = len({(each.events, each.replay) for each in addresses if each.events is not None})
+    if not engines:
+        return "routing_policy is kv_events, but no engine has events=HOST:PORT; prefix_hash decides"
     try:
         limits = read_limits()
     except FileNotFoundError:  # no /proc: not on Linux
         return ""
-    addresses = (address for role in ROLES for address in getattr(config, role))
-    engines = len({(each.events, each.replay) for each in addresses if each.events is not None})
     needed = engines * config.max_blocks * BLOCK_BYTES
     if needed <= limits.fits:
         return ""

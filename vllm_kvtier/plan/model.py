@@ -96,6 +96,10 @@ def from_config(config: Mapping[str, Any], name: str, cache_dtype: str = "auto")
     dtype = dtype.removeprefix("torch.") or "bfloat16"
     if cache_dtype != "auto":
         dtype = "fp8" if cache_dtype.startswith("fp8") else cache_dtype
+    elif _has_fp8_cache(config.get("quantization_config")):
+        dtype = "fp8"
+    elif dtype == "float32":
+        dtype = "bfloat16"  # vLLM computes in half of it
     if dtype not in _DTYPES:
         raise KVTierError(f"{name}: a KV cache of {dtype} is not known here; give --kv-cache-dtype")
     remarks: list[str] = []
@@ -104,6 +108,18 @@ def from_config(config: Mapping[str, Any], name: str, cache_dtype: str = "auto")
         raise KVTierError(f"{name}: none of its layers keeps KV of tokens")
     layers = tuple(replace(layer, count=count) for layer, count in alike.items())
     return Model(name, dtype, layers, int(text.get("max_position_embeddings", 0)) or 1 << 17, tuple(remarks))
+
+
+def _has_fp8_cache(quantization: Any) -> bool:
+    """Whether vLLM keeps KV in 8 bits because the checkpoint says so (compressed-tensors, ModelOpt)."""
+    if not isinstance(quantization, Mapping):
+        return False
+    inner = quantization.get("quantization")
+    inner = inner if isinstance(inner, Mapping) else quantization
+    scheme = inner.get("kv_cache_scheme") or inner.get("kv_cache_quant_algo")
+    if isinstance(scheme, Mapping):
+        return scheme.get("num_bits") == 8 and scheme.get("type") == "float"
+    return str(scheme).lower() == "fp8"
 
 
 def _kinds(text: Mapping[str, Any], remarks: list[str], name: str) -> list[tuple[int, type[CacheKind]]]:
