@@ -159,6 +159,16 @@ def test_mooncake_tier_replicates_what_it_reads_twice(up):
     assert up.counts().extra["replicated_blocks"] == 1
 
 
+def test_mooncake_tier_replicates_what_it_uses_again_after_reading_it(up):
+    """Its own memory has the block, so that it is not read again. Each node that asks for a prefix often gets a copy."""
+    read(up, 1)
+    write(up, 1, 2)  # used a minute later
+    (often,) = [sent for sent in up.segment.sent if isinstance(sent, m.Replicate)]
+    assert [move.hash for move in often.moves] == [hash_of(1)]
+    write(up, 1, 2)
+    assert up.counts().extra["replicated_blocks"] == 1, "once, and nothing that this node wrote first"
+
+
 def test_mooncake_tier_tells_the_next_reader_what_to_avoid(up):
     up.reader.on_message(m.Avoid("a", 10.0))
     up.reader.on_message(m.Avoid("b", 1.0))

@@ -351,13 +351,14 @@ def test_mooncake_lookup_before_a_write_that_fails_pauses_writes(writing):
 
 
 def test_mooncake_drops_and_replicates(writing):
-    writing.have(0, 1, 2)
+    writing.have(0, 1, 2, 4)
     writing.cluster.copies[key_of(NAMESPACE_ID, 0, hash_of(1))] = ["a", "b"]
-    writing.on(lambda: writing.backend.handle(m.Replicate(writing.moves([0, 1, 3]))))
+    writing.cluster.copies[key_of(NAMESPACE_ID, 0, hash_of(4))] = ["own"]
+    writing.on(lambda: writing.backend.handle(m.Replicate(writing.moves([4, 0, 1, 3]))))
     eventually(lambda: writing.cluster.copies[key_of(NAMESPACE_ID, 0, hash_of(0))] == ["a", "own"])
     writing.on(lambda: writing.backend.handle(m.Drop(moves=writing.moves([2]))))
     eventually(lambda: key_of(NAMESPACE_ID, 0, hash_of(2)) not in writing.cluster.objects)
-    assert writing.cluster.asked("copy") == 1, "what has copies enough gets no more, and what is gone none"
+    assert writing.cluster.asked("copy") == 1, "what has copies enough, or one here, gets no more, and what is gone none"
 
 
 def test_mooncake_refuses_slots_outside_the_pool(reading, writing):

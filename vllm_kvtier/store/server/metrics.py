@@ -154,7 +154,7 @@ EXTRA = {
     "leased_blocks": Shown("tier_leased_blocks", "Blocks of this memory leased to other nodes."),
     "leases_granted": Shown("tier_leases_granted", "Leases granted to other nodes."),
     "lease_promotions": Shown("tier_lease_promotions", "Leases that needed a promotion from this node's tiers."),
-    "replicated_blocks": Shown("tier_replicated_blocks", "Blocks read often, for which another copy was requested."),
+    "replicated_blocks": Shown("tier_replicated_blocks", "Blocks used often, for which another copy was requested."),
     "avoided_places": _gauge("tier_avoided_places", "Nodes that are not read from for some seconds after a failure."),
     "segment_up": _gauge("tier_segment_up", "1: this node's memory is part of the cluster."),
     "segment_restarts": Shown(

@@ -79,9 +79,9 @@ class MooncakeSegment:
         return [code == 1 and i not in kept for i, code in enumerate(stored)], _refused(codes)
 
     def _replicate(self, client: Client, keys: list[str]) -> None:
-        """Ask for a copy in this node's segment of what has fewer copies than wanted."""
+        """Ask for a copy in this node's segment of what has none there, and fewer than wanted."""
         for key, places in client.places(keys).items():
-            if places and len(places) < self._replicas:
+            if places and client.name not in places and len(places) < self._replicas:
                 self._master.check([client.copy(key)])
 
 

@@ -1,8 +1,8 @@
 """Mooncake Store as a secondary tier, shared by the nodes of a cluster.
 
 Two processes: one reads, and is replaced when a read fails; the other holds this node's memory of the cluster, and
-writes. Each reports whether the master answers. A block that this node reads for the second time is used often, and
-gets another copy here.
+writes. Each reports whether the master answers. A block that this node reads for the second time, or uses again a minute
+after it has read it, gets another copy here: a prefix has as many as there are nodes that ask for it again and again.
 """
 
 import math
@@ -22,7 +22,7 @@ from vllm_kvtier.store.tiers.process.tier_process import OPEN_SECONDS, READY, ST
 # ``kept``: nothing but a lookup tells that a block was evicted, and each lookup would make it last longer.
 LIMITS = Limits(look=5.0, read=10.0, write=90.0, pauses=(1.0, 64.0), pause_factor=2.0, known=60.0, kept=1800.0)
 READER_BACKOFF = 0.1, 10.0  # a new reader is ready in 0.2 s
-REPLICATE_READS = 2  # reads of a block by this node after which it gets a copy here
+REPLICATE_READS = 2  # reads of a block by this node, or uses of what it has read, after which it gets a copy here
 MAX_COUNTED_READS = 1 << 18  # blocks
 
 
@@ -81,6 +81,8 @@ class MooncakeTier(ContentTier):
             for block, ok in zip(blocks, good, strict=True):
                 if ok:
                     self._bad_blocks.remove(block.name)
+            # Those of them that were read from the cluster are there: they are written again because they were used.
+            self._count_reads([b for b, ok in zip(blocks, good, strict=True) if ok and hash(b.name) in self._read_counts])
             done(good)
 
         super().write(blocks, over)
@@ -131,7 +133,7 @@ class MooncakeTier(ContentTier):
         return ("ready", "") if self._segment_state.usable else ("read_only", self._segment_state.reason)
 
     def _count_reads(self, blocks: Sequence[Block]) -> None:
-        """Ask for another copy of what was read often."""
+        """Ask for another copy of what is used often."""
         often = []
         for block in blocks:
             number = hash(block.name)
