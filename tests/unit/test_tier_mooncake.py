@@ -160,7 +160,7 @@ def test_mooncake_tier_replicates_what_it_reads_twice(up):
 
 
 def test_mooncake_tier_replicates_what_it_uses_again_after_reading_it(up):
-    """Its own memory has the block, so that it is not read again. Each node that asks for a prefix often gets a copy."""
+    """Its own memory has the block, so that it is not read again. A node that asks for it often gets a copy."""
     read(up, 1)
     write(up, 1, 2)  # used a minute later
     (often,) = [sent for sent in up.segment.sent if isinstance(sent, m.Replicate)]

@@ -358,7 +358,7 @@ def test_mooncake_drops_and_replicates(writing):
     eventually(lambda: writing.cluster.copies[key_of(NAMESPACE_ID, 0, hash_of(0))] == ["a", "own"])
     writing.on(lambda: writing.backend.handle(m.Drop(moves=writing.moves([2]))))
     eventually(lambda: key_of(NAMESPACE_ID, 0, hash_of(2)) not in writing.cluster.objects)
-    assert writing.cluster.asked("copy") == 1, "what has copies enough, or one here, gets no more, and what is gone none"
+    assert writing.cluster.asked("copy") == 1, "what has enough copies, or one here, gets no more; what is gone none"
 
 
 def test_mooncake_refuses_slots_outside_the_pool(reading, writing):

@@ -111,7 +111,9 @@ class StoreOptions:
     mooncake_segment: str = _option(
         "4GiB", "Memory of this node, beside the store's, for the Mooncake cluster: bytes, 4GiB or the like; 0: none."
     )
-    mooncake_replicas: int = _option(2, "Maximum copies in the cluster of a block that several nodes use often; 1: no copies.")
+    mooncake_replicas: int = _option(
+        2, "Maximum copies in the cluster of a block that several nodes use often; 1: no copies."
+    )
     mooncake_host: str = _option(
         "", "Address of this node for the cluster's other nodes; empty: that of the route to the master."
     )

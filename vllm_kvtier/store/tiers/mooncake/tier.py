@@ -1,8 +1,8 @@
 """Mooncake Store as a secondary tier, shared by the nodes of a cluster.
 
 Two processes: one reads, and is replaced when a read fails; the other holds this node's memory of the cluster, and
-writes. Each reports whether the master answers. A block that this node reads for the second time, or uses again a minute
-after it has read it, gets another copy here: a prefix has as many as there are nodes that ask for it again and again.
+writes. Each reports whether the master answers. A block that this node reads for the second time, or uses again a
+minute after it has read it, gets another copy here: of a prefix there are as many as nodes that ask for it often.
 """
 
 import math
@@ -81,8 +81,9 @@ class MooncakeTier(ContentTier):
             for block, ok in zip(blocks, good, strict=True):
                 if ok:
                     self._bad_blocks.remove(block.name)
-            # Those of them that were read from the cluster are there: they are written again because they were used.
-            self._count_reads([b for b, ok in zip(blocks, good, strict=True) if ok and hash(b.name) in self._read_counts])
+            # What was read from the cluster is there already: it is written again because it was used.
+            read = [hash(block.name) in self._read_counts for block in blocks]
+            self._count_reads([block for block, *both in zip(blocks, good, read, strict=True) if all(both)])
             done(good)
 
         super().write(blocks, over)
