@@ -8,8 +8,8 @@ from source_fakes import load_context
 
 from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.scheduler.sources import node_store as node_store_module
-from vllm_kvtier.scheduler.sources.node_store import NodeStoreSource
 from vllm_kvtier.scheduler.sources.peer_gpu import PeerGpuSource
+from vllm_kvtier.scheduler.sources.store_source import NodeStoreSource
 from vllm_kvtier.store.client import Failed
 from vllm_kvtier.store.protocol import HASH_BYTES, PAGE, Found
 from vllm_kvtier.wire import link as lm

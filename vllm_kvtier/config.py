@@ -267,9 +267,7 @@ class KVTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     store_mooncake_protocol: Annotated[Literal["tcp", "rdma"], _store("mooncake_protocol")] = "tcp"
     store_mooncake_devices: Annotated[str, _store("mooncake_devices")] = ""
     store_mooncake_admission: Annotated[Literal["reuse", "all"], _store("mooncake_admission")] = "reuse"
-    store_nodes: Annotated[
-        str, _store("nodes", "With store off the engine itself looks up and loads from them, and stores nothing.")
-    ] = ""
+    store_nodes: Annotated[str, _store("nodes")] = ""
     store_node_listen: Annotated[str, _store("node_listen")] = ""
     store_metrics_port: Annotated[int, _store("metrics_port", ge=0, le=65535)] = 0
     store_show_hidden_metrics: Annotated[bool, _store("show_hidden_metrics")] = False
@@ -323,7 +321,7 @@ class KVTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         store, or has none."""
         if self.store == "auto":
             return []
-        used = {"store_nodes"} if self.store == "off" else {"store_write", "store_inflight_share"}
+        used = () if self.store == "off" else ("store_write", "store_inflight_share")
         defaults = zip(self.__struct_fields__, self.__struct_defaults__, strict=True)
         return [
             name
@@ -361,6 +359,12 @@ def _impossible(config: KVTierConfig):
         yield f"nixl_backends {list(config.nixl_backends)} names a backend twice: name each once."
     if config.store not in ("auto", "off") and "/" not in config.store and not config.store.endswith(".sock"):
         yield f'store {config.store!r} must be "auto", "off" or the path of a socket, such as /run/kvtier/store.sock.'
+    if config.store == "off" and config.store_nodes:
+        yield (
+            "store_nodes needs a store, and store is off: only a store reads from other nodes' stores. Give the engine "
+            'one that has room for the KV of the prompts it reads at once (store "auto", store_size), with store_write '
+            '"off" if the engine is to store nothing; or remove store_nodes.'
+        )
 
 
 def _is_loopback(host: str) -> bool:

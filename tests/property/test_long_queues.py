@@ -8,7 +8,7 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import init_none_hash
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
-from vllm_kvtier.scheduler.sources.node_store import NodeStoreSource
+from vllm_kvtier.scheduler.sources.store_source import NodeStoreSource
 from vllm_kvtier.vllm_compat.hooks.waiting_loop import LOOKED_UP, MAX_SKIPPED
 
 QUEUED = 600

@@ -108,6 +108,7 @@ def test_config_nixl_only_option_raises_with_removal_hint(option):
         ({"advertise_host": "0.0.0.0"}, "not an address that other engines can connect to"),
         ({"cluster_key_file": "/nowhere/key"}, "'/nowhere/key' is not a file on this machine"),
         ({"store": "on"}, "store 'on' must be \"auto\", \"off\" or the path of a socket"),
+        ({"store": "off", "store_nodes": "h:1"}, "only a store reads from other nodes' stores. Give the engine one"),
     ],
 )
 def test_config_invalid_value_raises_with_cause(extra, words):

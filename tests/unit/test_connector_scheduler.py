@@ -17,10 +17,9 @@ from vllm_kvtier.scheduler.leases.export_builder import ExportBuilder
 from vllm_kvtier.scheduler.leases.exports import ExportTable, LeaseKind
 from vllm_kvtier.scheduler.matching.request_lifecycle import State
 from vllm_kvtier.scheduler.peer_access import PeerAccess
-from vllm_kvtier.scheduler.sources.node_store import NodeStoreSource
 from vllm_kvtier.scheduler.sources.peer_gpu import PeerGpuSource
 from vllm_kvtier.scheduler.sources.prefill_handoff import PrefillHandoffSource
-from vllm_kvtier.scheduler.sources.remote_store import RemoteStoreSource
+from vllm_kvtier.scheduler.sources.store_source import NodeStoreSource
 from vllm_kvtier.telemetry.stats import Counters
 from vllm_kvtier.vllm_compat.connector_types import hit_sources
 from vllm_kvtier.vllm_compat.hooks.admission import Admission
@@ -196,7 +195,6 @@ def test_peer_fetch_bad_blocks_are_counted_and_reported_to_source(half):
         (NodeStoreSource, 64, ("disk", "object"), {"host": 32, "external_unspecified": 64}),
         (PeerGpuSource, 64, ("disk",), {"p2p": 96}),
         (PrefillHandoffSource, 0, (), {"p2p": 96}),
-        (RemoteStoreSource, 64, (), {"p2p": 96}),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )

@@ -347,7 +347,6 @@ def test_engine_info_shortens_an_engine_id_that_no_message_could_carry(configure
     ("extra", "named"),
     [
         ({"store": "off", "store_disk_path": "/d", "store_write": "prompt"}, "off); without effect: store_write, "),
-        ({"store": "off", "store_nodes": "127.0.0.1:7300"}, None),
         ({"store": "/run/store.sock", "store_size": "1GiB", "store_write": "prompt"}, "without effect: store_size"),
         ({"store": "/run/store.sock", "store_write": "prompt"}, None),
         ({"store_size": "1GiB"}, None),

@@ -31,11 +31,10 @@ ALLOWED = {
     "remote_store": {"wire", "store"},
     "store": {"wire", "remote_store"},
     "telemetry": {"store", "proxy"},  # the table of all metrics
-    "worker": {"wire", "shapes", "codecs", "kernels", "jobs", "store", "remote_store", "vllm_compat", "containment"},
+    "worker": {"wire", "shapes", "codecs", "kernels", "jobs", "store", "vllm_compat", "containment"},
     "vllm_compat": {"wire", "jobs", "worker", "telemetry", "containment"},
     "scheduler": {
-        "wire", "shapes", "codecs", "config", "containment", "jobs", "store", "remote_store", "telemetry",
-        "vllm_compat",
+        "wire", "shapes", "codecs", "config", "containment", "jobs", "store", "telemetry", "vllm_compat",
     },
     "connector": {
         "wire", "codecs", "config", "containment", "jobs", "scheduler", "worker", "vllm_compat", "telemetry",
@@ -66,22 +65,19 @@ FORBIDDEN = [
         "matching", "sources", "planner", "integrity", "leases", "offload",
     )),
     *((f"worker.{part}", "worker.connector_worker") for part in (
-        "integrity", "store", "remote_store", "copy", "peer_fetch", "nixl_pull", "device",
+        "integrity", "store", "copy", "peer_fetch", "nixl_pull", "device",
     )),
     *(("worker.copy", f"worker.{part}") for part in (
-        "store", "remote_store", "peer_fetch", "nixl_pull", "integrity",
+        "store", "peer_fetch", "nixl_pull", "integrity",
     )),
     *(("worker.device", f"worker.{part}") for part in (
-        "store", "remote_store", "peer_fetch", "nixl_pull", "integrity", "copy",
+        "store", "peer_fetch", "nixl_pull", "integrity", "copy",
     )),
     *((f"worker.{part}", f"worker.{other}") for part in ("store", "integrity") for other in (
-        "remote_store", "peer_fetch", "nixl_pull", "device",
+        "peer_fetch", "nixl_pull", "device",
     )),
     ("worker.integrity", "worker.store"),
-    *((f"worker.{part}", f"worker.{other}") for part in ("nixl_pull", "peer_fetch") for other in (
-        "store", "remote_store",
-    )),
-    ("worker.remote_store", "worker.peer_fetch"),
+    *((f"worker.{part}", "worker.store") for part in ("nixl_pull", "peer_fetch")),
     *(("worker", f"vllm_compat.{part}") for part in (  # what the probe grants is all that it asks there
         "hooks", "layout", "engine_info", "connector_types", "namespace", "requests",
     )),

@@ -10,7 +10,6 @@ from support import eventually
 
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.remote_store import nixl_agent
-from vllm_kvtier.worker.nixl_pull import nixl_transport
 from vllm_kvtier.worker.nixl_pull.nixl_transport import NixlTransport, TransferState, UcxLimits
 
 NBYTES, LOOPBACK = 1 << 16, "0100007F"
@@ -60,10 +59,13 @@ def test_nixl_agents_of_a_worker_without_a_key_listen_on_loopback_and_read(monke
         eventually(end.close)
 
 
-def test_nixl_agent_that_reads_from_stores_without_a_key_listens_on_loopback():
+def test_nixl_agent_that_reads_from_stores_without_a_key_listens_on_loopback(monkeypatch):
+    for name in ("UCX_NET_DEVICES", "UCX_LOG_LEVEL", "UCX_HANDLE_ERRORS", "NIXL_LOG_LEVEL"):
+        monkeypatch.setenv(name, os.environ.get(name, ""))  # to be as before when the test ends
+        monkeypatch.delenv(name)
     before = listening()
-    kind = nixl_agent.Kind(load=nixl_transport.nixl_api, loopback=True)
-    reader = nixl_agent.Reader(Memory(0), "a reader that listens", kind)
+    nixl_agent.quiet_ucx(loopback=True)
+    reader = nixl_agent.Reader(Memory(0), "a reader that listens")
     new = listening().keys() - before.keys()
     assert new and {listening()[inode] for inode in new} == {LOOPBACK}
     eventually(reader.close)

@@ -13,6 +13,7 @@ from tier_fakes import NAMESPACE, POOL, FakePending, described, group_view, make
 from vllm_kvtier.config import KVTierConfig
 from vllm_kvtier.errors import ConfigError
 from vllm_kvtier.jobs.results import LoadResult
+from vllm_kvtier.jobs.transfer_jobs import GroupLoad
 from vllm_kvtier.scheduler.sources.node_store import _store_options
 from vllm_kvtier.store.client import Failed
 from vllm_kvtier.store.options import StoreOptions
@@ -439,10 +440,14 @@ def test_store_source_sends_connection_state_on_connect():
     made = make_tier(ONE, hash_block_size=16)
     made.tier.commit([5], 3)
     made.tier.abort([6], 3)
-    made.tier.discard(b"", 0, BLOCK_HASHES[0], 7, 3)
+    state = SimpleNamespace(request=make_request("r", list(range(17)), 16), hit=SimpleNamespace(lease=1, session=3))
+    state.job = SimpleNamespace(groups=[GroupLoad(0, np.array([5]), np.array([1]), np.array([7]))])
+    state.positions = [[0]]
+    made.tier.on_load_failed(state, LoadResult("r", {5}, "wrong", 0, 0.1, 0.0, [(0, 7)]))
     commit, abort, discard = made.client.told
     assert commit == ("commit", [5], 3) and abort == ("abort", [6], 3)
-    assert discard == ("discard", made.tier.namespace_id(b""), 0, BLOCK_HASHES[0][:HASH_BYTES], 7, 3)
+    block_hash = bytes(state.request.block_hashes[0])[:HASH_BYTES]
+    assert discard == ("discard", made.tier.namespace_id(b""), 0, block_hash, 7, 3)
 
 
 def test_store_source_missing_tier_is_logged_once(caplog, tmp_path):

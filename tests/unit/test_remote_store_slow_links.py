@@ -10,13 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_kvtier.remote_store import transfers
-from vllm_kvtier.remote_store.nixl_agent import Kind
 from vllm_kvtier.remote_store.transfers import NodeReads, ReadEvents
 from vllm_kvtier.store.protocol import PAGE
 
 TICK = 0.05  # seconds between two polls
 POOL = 4 << 30
-TRANSFERS = [transfers.TRANSFER_BYTES, 24 << 20]  # of stores, of an engine with a GPU
 
 
 @dataclass(eq=False)
@@ -27,9 +25,7 @@ class Source:
 class SharedLink:
     """A NIXL reader. ``rate``: bytes a second; 0: dead."""
 
-    kind = Kind()
-
-    def __init__(self, rate: float, transfer: int):
+    def __init__(self, rate: float):
         self.rate, self.now, self.most = rate, 0.0, 0
         self.left: dict[int, float] = {}  # by transfer in flight
         self.sizes: list[int] = []
@@ -37,7 +33,7 @@ class SharedLink:
         self.broken: list[str] = []
         events = ReadEvents(self._done, lambda source, reason: self.broken.append(reason), pytest.fail)
         pool = SimpleNamespace(address=0, nbytes=POOL)
-        self.reads = NodeReads(pool, lambda name: self, events, transfer, clock=lambda: self.now)
+        self.reads = NodeReads(pool, lambda name: self, events, clock=lambda: self.now)
         self.source = Source()
 
     def _done(self, job, seconds):
@@ -86,10 +82,9 @@ class SharedLink:
             pass
 
 
-@pytest.mark.parametrize("transfer", TRANSFERS)
 @given(rate=st.floats(1.5e6, 1e10), block_pages=st.sampled_from([1, 100, 400]))
-def test_remote_transfers_over_any_link_that_moves_are_not_broken(transfer, rate, block_pages):
-    link = SharedLink(rate, transfer)
+def test_remote_transfers_over_any_link_that_moves_are_not_broken(rate, block_pages):
+    link = SharedLink(rate)
     nbytes = block_pages * PAGE
     blocks = (24 << 20) // nbytes
     for tag in range(4):
@@ -101,10 +96,9 @@ def test_remote_transfers_over_any_link_that_moves_are_not_broken(transfer, rate
     assert not late or 4 * blocks * nbytes > rate * (transfers.MAX_READ_SECONDS - transfers.STALL_SECONDS)
 
 
-@pytest.mark.parametrize("transfer", TRANSFERS)
 @pytest.mark.parametrize("rate", [20e6, 1e10])
-def test_remote_transfers_over_a_link_that_ends_are_broken_in_time(transfer, rate):
-    link = SharedLink(rate, transfer)
+def test_remote_transfers_over_a_link_that_ends_are_broken_in_time(rate):
+    link = SharedLink(rate)
     for tag in range(40):
         link.read(tag, 384, 16 * PAGE)
     link.run(0.3)
@@ -118,20 +112,19 @@ def test_remote_transfers_over_a_link_that_ends_are_broken_in_time(transfer, rat
     assert len(link.ended) == 40
 
 
-@pytest.mark.parametrize("transfer", TRANSFERS)
-def test_remote_transfers_over_a_fast_link_grow(transfer):
-    link = SharedLink(1e10, transfer)
+def test_remote_transfers_over_a_fast_link_grow():
+    link = SharedLink(1e10)
     for _ in range(6):  # a tick is the round trip of a long link
         for tag in range(8):
             link.read(tag, 384, 16 * PAGE)
         link.run()
-    assert link.sizes[0] == transfers.MIN_TRANSFER_BYTES and max(link.sizes) == transfer
+    assert link.sizes[0] == transfers.MIN_TRANSFER_BYTES and max(link.sizes) == transfers.TRANSFER_BYTES
     assert link.most == transfers.IN_FLIGHT
 
 
 def test_remote_transfers_follow_a_link_that_becomes_slow():
     """Without shorter reads: what is in flight after a while is what the link moves in a moment."""
-    link = SharedLink(1e9, 24 << 20)
+    link = SharedLink(1e9)
     link.read("first", 384, 16 * PAGE)
     link.run()
     link.rate = 50e6
@@ -143,7 +136,7 @@ def test_remote_transfers_follow_a_link_that_becomes_slow():
 
 
 def test_remote_transfers_that_wait_too_long_fail_without_their_connection():
-    link = SharedLink(4e6, transfers.TRANSFER_BYTES)
+    link = SharedLink(4e6)
     for tag in range(10):
         link.read(tag, 384, 16 * PAGE)  # 6 s each
     link.run()

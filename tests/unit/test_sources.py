@@ -14,11 +14,10 @@ from vllm_kvtier.scheduler.matching.request_lifecycle import RequestLifecycle, S
 from vllm_kvtier.scheduler.matching.request_matcher import RequestMatcher
 from vllm_kvtier.scheduler.sources import job_builder
 from vllm_kvtier.scheduler.sources.base import Candidate, KVSource, LookupHit, LookupMiss, PendingLookup
-from vllm_kvtier.scheduler.sources.node_store import NodeStoreSource
 from vllm_kvtier.scheduler.sources.peer_gpu import PeerGpuSource
 from vllm_kvtier.scheduler.sources.prefill_handoff import PrefillHandoffSource
-from vllm_kvtier.scheduler.sources.remote_store import RemoteStoreSource
 from vllm_kvtier.scheduler.sources.retained_blocks import RetainedBlocksSource
+from vllm_kvtier.scheduler.sources.store_source import NodeStoreSource
 
 HASH_BLOCK_SIZE = 4
 GROUPS = [(HASH_BLOCK_SIZE, None)]
@@ -216,7 +215,7 @@ LOOP = [
     "matching/lookup_prefetch.py", "planner/load_or_recompute.py", "integrity/load_results.py",
     "integrity/sync_load.py", "connector_scheduler.py",
 ]  # fmt: skip
-SOURCES = PrefillHandoffSource, NodeStoreSource, RemoteStoreSource, PeerGpuSource, RetainedBlocksSource
+SOURCES = PrefillHandoffSource, NodeStoreSource, PeerGpuSource, RetainedBlocksSource
 LABELS = {label for source in SOURCES for label in (source.name, source.cost_key)} - {""}
 
 

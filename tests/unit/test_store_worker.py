@@ -19,7 +19,6 @@ from vllm_kvtier.jobs.transfer_jobs import GroupLoad, LoadJob, StepWork
 from vllm_kvtier.wire import link as m
 from vllm_kvtier.wire.reactor import Reactor
 from vllm_kvtier.wire.slots import part_layout
-from vllm_kvtier.worker import store_load_worker
 from vllm_kvtier.worker.context import RankContext
 from vllm_kvtier.worker.copy.host_copier import HostCopier
 from vllm_kvtier.worker.integrity.sync_load_tracker import SyncLoadTracker
@@ -536,7 +535,7 @@ def test_no_copy_touches_cache_while_suspended(worker, monkeypatch):
         for call in worker.tier._engine._loading.calls:
             call.copy.done = lambda: True
 
-    monkeypatch.setattr(store_load_worker.torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr(store_worker.torch.cuda, "synchronize", synchronize)
     worker.tier.suspend()
     assert len(ends) == 1 and [r.request_id for r in worker.finished] == ["aborted"]
     store(worker, 7, step=1)

@@ -22,8 +22,8 @@ from vllm_kvtier.scheduler.matching.request_state import RequestState
 from vllm_kvtier.scheduler.matching.transfer_params import read
 from vllm_kvtier.scheduler.planner.load_planner import LoadDecision
 from vllm_kvtier.scheduler.sources.base import LookupHit
-from vllm_kvtier.scheduler.sources.node_store import NodeStoreSource
 from vllm_kvtier.scheduler.sources.peer_gpu import PeerGpuSource
+from vllm_kvtier.scheduler.sources.store_source import NodeStoreSource
 from vllm_kvtier.shapes.read_paths import ReadPath
 from vllm_kvtier.vllm_compat.hooks.admission import Admission
 from vllm_kvtier.vllm_compat.hooks.waiting_loop import WaitingLoop

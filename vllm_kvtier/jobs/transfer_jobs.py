@@ -150,18 +150,6 @@ class GroupLoad:
     by_node: np.ndarray | None = None  # int64[nodes, n], of an engine over several nodes
 
 
-@dataclass(frozen=True)
-class RemoteStoreInfo:
-    """A remote store whose memory workers read. ``instance``: of the tier process that leases it; ``agent``,
-    ``metadata``: of NIXL; ``generation``: of the metadata; ``base``: address of the memory in that process."""
-
-    instance: str
-    agent: str
-    base: int
-    metadata: bytes
-    generation: int
-
-
 @dataclass(eq=False)
 class LoadJob(FillingJob):
     step_list: ClassVar[str] = "loads"
@@ -171,7 +159,6 @@ class LoadJob(FillingJob):
     timeout: float  # seconds from when the worker gets it
     instance: str = ""  # of the store whose memory has the slots
     synchronous: bool = False
-    remote_store: RemoteStoreInfo | None = None  # the slots are in this store's memory, not in the node store's
     load_id: int = 0
 
 

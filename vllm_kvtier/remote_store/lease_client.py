@@ -5,7 +5,6 @@ its lookups, leases and reads end too.
 """
 
 import itertools
-import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -50,11 +49,9 @@ class Peer(ClientConnection):
     welcome: w.Welcome | None = None
     lookups: dict[int, Lookup] = field(default_factory=dict)
     slow: tuple[float, float] = 0.0, 0.0  # until when it gets no lookups after a late answer, and for how many seconds
-    paused_until: float = 0.0  # no lookups before, after a read that did not end in time
     reads: int = 0  # during which the peer makes NIXL progress
     metadata: bytes = b""
-    generation: int = 0  # of the metadata; unique over all peers, and growing
-    first_generation: int = 0  # of this connection; 0: no metadata yet
+    generation: int = 0  # of the metadata; unique over all peers
     closed: bool = False
 
     @property
@@ -84,7 +81,7 @@ class Peer(ClientConnection):
 
 class NodeLeaseClient(LeaseConnections[Peer]):
     """``instance``: this process's own, to recognize itself in a list that all nodes share. ``on_gone(peer, reason)``:
-    the connection has ended. ``log``: of the calling process."""
+    the connection has ended."""
 
     def __init__(
         self,
@@ -92,10 +89,9 @@ class NodeLeaseClient(LeaseConnections[Peer]):
         instance: str,
         options: NodeOptions,
         on_gone: Callable[[Peer, str], None],
-        log: logging.Logger = logger,
     ):
         super().__init__(reactor, w.decode_from_server, Peer)
-        self._instance, self._options, self._on_gone, self._log = instance, options, on_gone, log
+        self._instance, self._options, self._on_gone = instance, options, on_gone
         # Of stores that are connected under another address: that, and the store's agent.
         self._aliases: dict[Address, tuple[Address, str]] = {}
         self._ids, self._generations = itertools.count(1), itertools.count(1)
@@ -112,7 +108,7 @@ class NodeLeaseClient(LeaseConnections[Peer]):
             return False
         now = peer.last_used = time.monotonic()
         failed = peer.welcome is None and address in self._paused  # before: nothing waits until it answers again
-        slow = now < max(peer.slow[0], peer.paused_until) or now - peer.waiting_since(now) > SLOW_SECONDS
+        slow = now < peer.slow[0] or now - peer.waiting_since(now) > SLOW_SECONDS
         if failed or slow or len(peer.lookups) >= w.MAX_LOOKUPS:
             return False
         request = msgspec.structs.replace(request, id=next(self._ids))
@@ -126,10 +122,6 @@ class NodeLeaseClient(LeaseConnections[Peer]):
         """Where the store of this address is connected, if that is under another one."""
         peer = self._aliased(address)
         return peer.address if peer is not None else address
-
-    def find(self, instance: str) -> Peer | None:
-        """The connection to this instance of a store."""
-        return next((p for p in self._connections.values() if p.welcome and p.instance == instance), None)
 
     def release(self, peer: Peer, lease: int) -> None:
         """Idempotent, also after the connection's end."""
@@ -166,12 +158,6 @@ class NodeLeaseClient(LeaseConnections[Peer]):
     def reached(self, peer: Peer) -> None:
         """A read from the peer succeeded: end its backoff."""
         self._paused.pop(peer.address, None)
-        peer.paused_until = 0.0
-
-    def pause_lookups(self, peer: Peer) -> None:
-        """A read from the peer did not end in time, though it answers: the next one would wait as long."""
-        peer.paused_until = time.monotonic() + BACKOFF_SECONDS[1]
-        self._log_once(peer.address, "a read from it did not end in time")
 
     def _aliased(self, address: Address) -> Peer | None:
         """The connection under another address, if it is still to the same store."""
@@ -281,7 +267,6 @@ class NodeLeaseClient(LeaseConnections[Peer]):
             request = lookup.request
             if message.metadata:
                 peer.metadata, peer.generation = message.metadata, next(self._generations)
-                peer.first_generation = peer.first_generation or peer.generation
             error = w.hit_error(message, request.block_hashes, request.start, request.groups, peer.welcome.pool_bytes)
             if error or not peer.metadata:
                 self.close(peer, f"it sent an invalid hit: {error or 'memory without NIXL metadata'}")
@@ -323,4 +308,4 @@ class NodeLeaseClient(LeaseConnections[Peer]):
 
     def _log_once(self, address: Address, text: str) -> None:
         if self._is_new(address, text):
-            self._log.warning("kvtier: remote store: %s is unavailable (%s); logged once", address, text)
+            logger.warning("kvtier: remote store: %s is unavailable (%s); logged once", address, text)

@@ -1,4 +1,4 @@
-"""A lookup at several stores at once. Used by stores' tier processes and by engines that read other stores themselves.
+"""A lookup at several stores at once.
 
 Each store reports what it has in memory; the longest hit is kept, and the other leases are released. If a store can
 promote more from its secondary tiers, a second lookup asks that store alone to do so, and the answer waits for it. If
@@ -21,13 +21,8 @@ ASK_SECONDS = 1.0  # for all answers to a lookup
 BETTER_SECONDS = 0.25  # for better answers than the first
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """``hit``: the longest, and the peer that leases it; None: nothing is in memory. ``promotable``: number of hash
-    blocks that a store could promote but was not asked to; 0: none."""
-
-    hit: tuple[Peer, w.LookupHit] | None = None
-    promotable: int = 0
+# The longest hit, and the peer that leases it; None: nothing is in memory.
+Answer = tuple[Peer, w.LookupHit] | None
 
 
 @dataclass(slots=True, eq=False)
@@ -40,7 +35,7 @@ class NodeLookup:
     decided: Callable[[Answer], None]
     on_status: Callable[[Peer, int, float], None]
     waiting: int = 0
-    best: tuple[Peer, w.LookupHit] | None = None
+    best: Answer = None
     promoter: tuple[Peer, int] | None = None
     memory_done: bool = False
     over: bool = False
@@ -54,12 +49,6 @@ class NodeLookup:
     def max_hash_blocks(self) -> int:
         return len(self.request.block_hashes) // HASH_BYTES
 
-    def promotable(self) -> tuple[Peer, int] | None:
-        """``promoter``, if it is still connected and could serve more than the best hit."""
-        if self.promoter is None or self.promoter[0].closed or self.promoter[1] <= self.num_hash_blocks:
-            return None
-        return self.promoter
-
     def cancel_timers(self) -> None:
         for timer in self.timers:
             timer.cancel()
@@ -67,21 +56,18 @@ class NodeLookup:
 
 
 class NodeLookups:
-    """``listed``: addresses that every lookup asks; may be replaced. ``better``: seconds for better answers than the
-    first."""
+    """``listed``: addresses that every lookup asks; may be replaced."""
 
-    def __init__(
-        self, reactor: Reactor, peers: NodeLeaseClient, listed: Sequence[Address], better: float = BETTER_SECONDS
-    ):
-        self._reactor, self._peers, self.listed, self._better = reactor, peers, listed, better
+    def __init__(self, reactor: Reactor, peers: NodeLeaseClient, listed: Sequence[Address]):
+        self._reactor, self._peers, self.listed = reactor, peers, listed
 
     def ask(
         self,
         request: w.LookupRequest,
         named: Sequence[str],
         decided: Callable[[Answer], None],
-        wait_seconds: float = 0.0,
-        on_status: Callable[[Peer, int, float], None] = lambda peer, num_hash_blocks, seconds: None,
+        wait_seconds: float,
+        on_status: Callable[[Peer, int, float], None],
     ) -> None:
         """Look up at ``listed`` and ``named`` addresses. ``request``: without ``wait_seconds``. ``decided`` is called
         once, perhaps before this returns; the caller releases the lease of its hit.
@@ -117,7 +103,7 @@ class NodeLookups:
         if not lookup.waiting or lookup.num_hash_blocks == lookup.max_hash_blocks:
             self._promote(lookup)
         elif not known and (lookup.best is not None or lookup.promoter is not None):
-            lookup.timers.append(self._reactor.call_later(self._better, lambda: self._promote(lookup)))
+            lookup.timers.append(self._reactor.call_later(BETTER_SECONDS, lambda: self._promote(lookup)))
 
     def _keep_if_better(self, lookup: NodeLookup, peer: Peer, hit: w.LookupHit, too_late: bool) -> None:
         if too_late or lookup.num_hash_blocks >= hit.num_hash_blocks:
@@ -128,20 +114,19 @@ class NodeLookups:
         lookup.best = (peer, hit)
 
     def _promote(self, lookup: NodeLookup) -> None:
-        """End the wait for answers about memory, and ask one store to promote more, if it can and the caller waits."""
+        """End the wait for answers about memory, and ask one store to promote more, if it can."""
         if lookup.memory_done:
             return
         lookup.memory_done = True
         lookup.cancel_timers()
-        promoter = lookup.promotable()
-        if lookup.wait_seconds and promoter is not None:
+        promoter = lookup.promoter
+        if promoter is not None and not promoter[0].closed and promoter[1] > lookup.num_hash_blocks:
             request = msgspec.structs.replace(lookup.request, wait_seconds=lookup.wait_seconds)
             if self._peers.lookup(
                 promoter[0].address, request, lambda peer, reply: self._promotion_answered(lookup, peer, reply)
             ):
                 late = lookup.wait_seconds + ASK_SECONDS
                 lookup.timers.append(self._reactor.call_later(late, lambda: self._decide(lookup)))
-                lookup.promoter = None
                 return
         self._decide(lookup)
 
@@ -161,5 +146,4 @@ class NodeLookups:
         lookup.cancel_timers()
         if lookup.best is not None and lookup.best[0].closed:
             lookup.best = None
-        promoter = lookup.promotable()
-        lookup.decided(Answer(lookup.best, promoter[1] if promoter is not None else 0))
+        lookup.decided(lookup.best)

@@ -1,5 +1,4 @@
-"""NIXL agents between nodes: a server agent exposes this node's pool, a reader agent reads from other nodes' pools. An
-engine's worker also uses a reader, into its own memory, which may be a GPU's.
+"""NIXL agents between nodes: a server agent exposes this node's pool, a reader agent reads from other nodes' pools.
 
 The agents are separate because reads fail. UCX cannot cancel a read: after NIXL has released the transfer and removed
 the peer, late data still arrives in its target memory (observed with NIXL 1.5.1 over TCP). The memory is safe to reuse
@@ -15,7 +14,6 @@ import os
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -31,9 +29,6 @@ logger = get_logger(__name__)
 POLL_SECONDS = 50e-6  # between two polls: socket buffers hold more than a fast network delivers in that time
 SLICE_SECONDS = 2e-3  # of polling, before messages and timers are handled
 _PR_SET_TIMERSLACK = 29
-# For NIXL's ``engine_config``: of network devices UCX uses, and listens on, loopback alone. Its ways within a machine
-# (shared memory, CUDA IPC) are no network devices. UCX_NET_DEVICES in the environment wins.
-LOOPBACK = "NET_DEVICES=lo"
 
 
 class Pool(Protocol):
@@ -43,19 +38,6 @@ class Pool(Protocol):
     def address(self) -> int: ...
     @property
     def nbytes(self) -> int: ...
-
-
-@dataclass(frozen=True)
-class Kind:
-    """NIXL's view of a pool's memory. ``piece``: bytes registered at a time, from multiples of it on; no read crosses a
-    multiple. ``load``: returns NIXL's Python API, in the build that this process uses. ``loopback``: uses no network
-    device but that (``LOOPBACK``)."""
-
-    memory: str = "DRAM"
-    device: int = 0
-    piece: int = PIECE_BYTES
-    load: Callable[[], Any] = load_nixl
-    loopback: bool = False
 
 
 class Poller:
@@ -95,13 +77,12 @@ class Registered:
     Raises KVTierError without NIXL or its UCX backend. ``generation``: counts registrations.
     """
 
-    def __init__(self, pool: Pool, name: str, kind: Kind | None = None):
-        self.kind = kind or Kind()
-        self._api = self.kind.load()
+    def __init__(self, pool: Pool, name: str):
+        api = load_nixl()
         self.name, self._pool = name, pool
-        self._agent = self._api.nixl_agent(name, self._api.nixl_agent_config(enable_prog_thread=False, backends=[]))
+        self._agent = api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=False, backends=[]))
         try:
-            self._agent.create_backend("UCX", {"engine_config": LOOPBACK} if self.kind.loopback else {})
+            self._agent.create_backend("UCX", {})
         except Exception as error:  # NIXL's own classes, or KeyError
             set_to = os.environ.get("UCX_TLS", "")
             hint = f"; beside GPUs NIXL wants cuda_copy in UCX_TLS={set_to}" if set_to and "cuda" not in set_to else ""
@@ -117,10 +98,10 @@ class Registered:
         Returns whether there are more. Raises KVTierError if the memory cannot be registered."""
         missing = sorted(pieces - self._registrations.keys())
         for piece in missing[:1]:
-            kind, start = self.kind, piece * self.kind.piece
-            span = (self._pool.address + start, min(kind.piece, self._pool.nbytes - start), kind.device, "")
+            start = piece * PIECE_BYTES
+            span = (self._pool.address + start, min(PIECE_BYTES, self._pool.nbytes - start), 0, "")
             try:
-                self._registrations[piece] = self._agent.register_memory([span], kind.memory, backends=["UCX"])
+                self._registrations[piece] = self._agent.register_memory([span], "DRAM", backends=["UCX"])
             except Exception as error:
                 raise KVTierError(
                     f"memory cannot be registered for the network: {_text(error)}; check the limit on locked memory "
@@ -162,8 +143,8 @@ class Server(Registered):
 class Reader(Registered):
     """Reads from peers. Transfers are NIXL's handles."""
 
-    def __init__(self, pool: Pool, name: str, kind: Kind | None = None):
-        super().__init__(pool, name, kind)
+    def __init__(self, pool: Pool, name: str):
+        super().__init__(pool, name)
         self.peers: dict[str, int] = {}  # generation of the metadata, by agent
 
     def add_remote_agent(self, agent: str, metadata: bytes, generation: int) -> None:
@@ -193,7 +174,7 @@ class Reader(Registered):
         try:
             transfer = self._agent.initialize_xfer(
                 "READ",
-                self._agent.get_xfer_descs(local, self.kind.memory),
+                self._agent.get_xfer_descs(local, "DRAM"),
                 self._agent.get_xfer_descs(remote, "DRAM"),
                 agent,
                 backends=["UCX"],

@@ -1,7 +1,7 @@
 """Messages between stores of different nodes: msgpack structs, one per ZMQ message.
 
-The client (DEALER: a store's tier process, or an engine) connects to the server (ROUTER: a store's tier process). A
-connection begins with Hello, answered by Welcome or Refused.
+The client (DEALER) connects to the server (ROUTER); both are tier processes of stores. A connection begins with Hello,
+answered by Welcome or Refused.
 
 * Leases belong to a connection and end when it is silent. A client that holds leases sends Ping.
 * NIXL reads the blocks from the server's pool. The client sends ``Reading`` meanwhile, because on some networks the
@@ -37,7 +37,7 @@ from vllm_kvtier.wire.slots import PAGE, PIECE_BYTES
 
 PROTOCOL = 6
 MAX_MESSAGE = 16 << 20  # bytes
-MAX_LOOKUPS = 1024  # unanswered, per connection: an engine without a store asks for all that wait in it at once
+MAX_LOOKUPS = 1024  # unanswered, per connection
 MAX_METADATA = 4 << 20  # bytes; a few hundred per piece of the pool
 PING_SECONDS = 1.0  # heartbeat interval of a client that holds leases or waits for answers
 SILENT_SECONDS = 4.0  # after which either side treats the other as dead

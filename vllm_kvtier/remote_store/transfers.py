@@ -1,5 +1,4 @@
-"""Reads from other nodes' pools into local memory. Used by a store's tier process (into the store's pool) and by an
-engine's worker (into its staging ring).
+"""Reads from other nodes' pools into this store's.
 
 A read is split into transfers, few in flight. It is reported when none of its data can arrive any more. UCX does not
 say how far a transfer is, and transfers in flight share the link, so that all may end together. Hence they are sized by
@@ -14,17 +13,19 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.logs import get_logger
+from vllm_kvtier.remote_store.lease_client import Peer
 from vllm_kvtier.remote_store.nixl_agent import Pool, Reader, runs
+from vllm_kvtier.wire.slots import PIECE_BYTES
 
 logger = get_logger(__name__)
 
-TRANSFER_BYTES = 8 << 20  # most of one transfer; 2 ms where the CPU copies it
+TRANSFER_BYTES = 8 << 20  # most of one transfer, unless a block is longer; 2 ms where the CPU copies it
 MIN_TRANSFER_BYTES = 1 << 20  # the first ones of a source have so many
 TRANSFER_SECONDS = 0.025  # a transfer has what arrives in this time; all in flight cover a round trip of 0.1 s
 IN_FLIGHT = 4  # transfers of one source
@@ -33,26 +34,12 @@ GRACE_SECONDS = 2.0  # for other sources' transfers after the reader is condemne
 MAX_READ_SECONDS = 50.0  # of one read, from its request until its last transfer begins
 
 
-class Source(Protocol):
-    """A peer whose pool is read: one object per connection, compared by identity. ``agent``: name of its NIXL agent, ""
-    if unknown yet; ``base``: address of its pool; ``generation``: unique number of ``metadata``."""
-
-    @property
-    def agent(self) -> str: ...
-    @property
-    def base(self) -> int: ...
-    @property
-    def metadata(self) -> bytes: ...
-    @property
-    def generation(self) -> int: ...
-
-
 @dataclass(slots=True, eq=False)
 class Job:
     """One read. ``tag``: the caller's; ``good``: which blocks have arrived."""
 
     tag: Any
-    source: Any  # as it was given to ``start``
+    source: Peer
     good: list[bool]
     rows: deque[tuple[np.ndarray, list[int]]]  # transfers not started: rows (local, remote, bytes), block numbers
     started: float
@@ -88,36 +75,31 @@ class Queue:
 @dataclass(frozen=True)
 class ReadEvents:
     """``on_done(job, seconds)``: no data of the read can arrive any more. ``on_broken(source, reason)``: the connection
-    must be closed. ``on_failed(job)``: the read has failed, but data may still arrive. ``on_stuck(reason)``: the reader
-    cannot be closed, so the memory of failed reads is lost until this process ends; they are never reported, and
-    nothing may be started again."""
+    must be closed. ``on_stuck(reason)``: the reader cannot be closed, so the memory of failed reads is lost until this
+    process ends; they are never reported, and nothing may be started again."""
 
     on_done: Callable[[Job, float], None]
-    on_broken: Callable[[Any, str], None]
+    on_broken: Callable[[Peer, str], None]
     on_stuck: Callable[[str], None]
-    on_failed: Callable[[Job], None] = lambda job: None
 
 
 class NodeReads:
-    """``transfer``: maximum bytes of a transfer, unless a block is longer."""
-
     def __init__(
         self,
         pool: Pool,
         make_reader: Callable[[str], Reader],
         events: ReadEvents,
-        transfer: int = TRANSFER_BYTES,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._pool, self._make_reader, self._events = pool, make_reader, events
-        self._transfer, self._clock = transfer, clock
+        self._clock = clock
         self._names = itertools.count(1)
         self._reader: Reader | None = None
         self._condemned_until = 0.0
         self._stuck = False  # a reader could not be closed
         self._failed: list[Job] = []  # to be reported when their reader is closed
-        self._queues: dict[Source, Queue] = {}
-        self._rates: dict[Source, float] = {}  # bytes a second, measured
+        self._queues: dict[Peer, Queue] = {}
+        self._rates: dict[Peer, float] = {}  # bytes a second, measured
         self._disconnected: list[str] = []  # agents that the reader must remove
 
     @property
@@ -130,7 +112,7 @@ class NodeReads:
             self._reader = self._make_reader(f"reader {next(self._names)}")
         return self._reader
 
-    def start(self, tag: Any, source: Source, local: np.ndarray, remote: np.ndarray, sizes: np.ndarray) -> None:
+    def start(self, tag: Any, source: Peer, local: np.ndarray, remote: np.ndarray, sizes: np.ndarray) -> None:
         """Queue a read of blocks of ``sizes`` bytes from ``remote`` in the source's pool to ``local`` in this one:
         int64[n] each, byte offsets; 0 is invalid, because the first page is unused. ``poll`` starts and ends it."""
         usable = np.flatnonzero((remote > 0) & (local > 0) & (sizes > 0) & (local + sizes <= self._pool.nbytes))
@@ -145,7 +127,7 @@ class NodeReads:
             queue.last_end = job.started
         queue.jobs.append(job)
 
-    def gone(self, source: Source, reason: str) -> None:
+    def gone(self, source: Peer, reason: str) -> None:
         """The source's connection ended: its reads fail."""
         self._rates.pop(source, None)
         if source in self._queues:
@@ -172,7 +154,7 @@ class NodeReads:
 
     # -- of one source ------------------------------------------------------------------------------------------
 
-    def _advance(self, source: Source, queue: Queue, now: float) -> None:
+    def _advance(self, source: Peer, queue: Queue, now: float) -> None:
         for running in list(queue.running):
             reader = self.open()  # it exists while transfers run
             over, error = reader.state(running.handle)
@@ -197,17 +179,17 @@ class NodeReads:
         elif not self._failed:
             self._begin_more(source, queue, now)
 
-    def _measure(self, source: Source, nbytes: int, seconds: float) -> None:
+    def _measure(self, source: Peer, nbytes: int, seconds: float) -> None:
         """What little arrives soon took a round trip, and the link may be faster."""
         rate = nbytes / max(seconds, 1e-6)
         if seconds > IN_FLIGHT * TRANSFER_SECONDS or rate > self._rates.get(source, 0.0):
             self._rates[source] = rate
 
-    def _transfer_bytes(self, source: Source) -> int:
+    def _transfer_bytes(self, source: Peer) -> int:
         """Of a transfer that begins now, about."""
-        return min(self._transfer, max(MIN_TRANSFER_BYTES, int(self._rates.get(source, 0.0) * TRANSFER_SECONDS)))
+        return min(TRANSFER_BYTES, max(MIN_TRANSFER_BYTES, int(self._rates.get(source, 0.0) * TRANSFER_SECONDS)))
 
-    def _begin_more(self, source: Source, queue: Queue, now: float) -> None:
+    def _begin_more(self, source: Peer, queue: Queue, now: float) -> None:
         window = IN_FLIGHT * self._transfer_bytes(source)
         for job in list(queue.jobs):
             if job.rows and now - job.started > MAX_READ_SECONDS:  # the source is slow, but not dead
@@ -233,19 +215,18 @@ class NodeReads:
             if job.rows:  # enough is in flight
                 return
 
-    def _begin(self, source: Source, rows: np.ndarray) -> Any:
+    def _begin(self, source: Peer, rows: np.ndarray) -> Any:
         """The transfer; None: there is more memory to register before it, and the caller tries again later."""
         reader = self.open()
-        kind = reader.kind
-        if reader.register(set(np.unique(rows[:, 0] // kind.piece).tolist())):
+        if reader.register(set(np.unique(rows[:, 0] // PIECE_BYTES).tolist())):
             return None
         reader.add_remote_agent(source.agent, source.metadata, source.generation)
         local, remote, sizes = rows.astype(np.uint64).T
-        to = [local + np.uint64(self._pool.address), sizes, np.full(len(rows), kind.device, np.uint64)]
+        to = [local + np.uint64(self._pool.address), sizes, np.zeros(len(rows), np.uint64)]
         origin = [remote + np.uint64(source.base), sizes, np.zeros(len(rows), np.uint64)]
         return reader.begin(source.agent, np.stack(to, 1), np.stack(origin, 1))
 
-    def _end_if_over(self, source: Source, queue: Queue, job: Job, now: float) -> None:
+    def _end_if_over(self, source: Peer, queue: Queue, job: Job, now: float) -> None:
         if job.rows or job.running or job not in queue.jobs:
             return
         queue.jobs.remove(job)
@@ -253,7 +234,7 @@ class NodeReads:
             del self._queues[source]
         self._events.on_done(job, now - job.started)
 
-    def _break(self, source: Source, reason: str, clean: bool = True) -> None:
+    def _break(self, source: Peer, reason: str, clean: bool = True) -> None:
         """Fail all reads of a source. They are reported at once if no data can arrive: no transfer is running, and
         those that ended were ``clean``. Otherwise they are reported when the reader is closed."""
         queue, now = self._queues.pop(source), self._clock()
@@ -271,8 +252,6 @@ class NodeReads:
             for running in queue.running:
                 self.open().release(running.handle)
             queue.running.clear()  # a handle keeps the agent alive
-            for job in queue.jobs:
-                self._events.on_failed(job)
         self._events.on_broken(source, reason)
 
     # -- the reader ---------------------------------------------------------------------------------------------

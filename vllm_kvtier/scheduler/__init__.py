@@ -2,5 +2,5 @@
 
 ``wiring`` makes its parts, ``connector_scheduler`` has vLLM's calls. Runs in the engine core process, on vLLM's
 scheduler thread; ``leases`` also on the engine's reactor. Imports ``jobs``, ``store``'s client and protocol,
-``remote_store``, ``vllm_compat``, ``wire``, ``codecs`` and ``telemetry``; never ``worker`` or ``connector``.
+``vllm_compat``, ``wire``, ``codecs`` and ``telemetry``; never ``worker`` or ``connector``.
 """

@@ -9,7 +9,7 @@ from vllm_kvtier.scheduler.integrity.checksum_clearing import ChecksumClearing
 from vllm_kvtier.scheduler.leases.lease_server import LeaseServer
 from vllm_kvtier.scheduler.leases.peer_directory_client import PeerDirectoryClient
 from vllm_kvtier.scheduler.offload.offloader import Offloader
-from vllm_kvtier.scheduler.sources.store_source import StoreSource
+from vllm_kvtier.scheduler.sources.node_store import NodeStore
 from vllm_kvtier.wire import link as lm
 from vllm_kvtier.wire import messages as m
 
@@ -26,7 +26,7 @@ class PeerAccess:
         self,
         engine: EngineContext,
         server: LeaseServer,
-        store: StoreSource | None,
+        store: NodeStore | None,
         offloader: Offloader | None,
         sharing: PeerDirectoryClient | None,
         clearing: ChecksumClearing,
@@ -81,8 +81,6 @@ class PeerAccess:
             case lm.LinkRenewed() if self._store is not None and self._offloader is not None:
                 self._store.link_renewed(message.rank)
                 self._offloader.jobs.lost()
-            case lm.RemoteStoreLost() if self._store is not None:
-                self._store.lost(message)
             case lm.Stored() if self._offloader is not None:
                 self._offloader.jobs.stored(message)
             case lm.Register():

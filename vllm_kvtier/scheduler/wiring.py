@@ -39,13 +39,11 @@ from vllm_kvtier.scheduler.planner.load_planner import LoadPlanner
 from vllm_kvtier.scheduler.planner.step_timer import StepTimer
 from vllm_kvtier.scheduler.sources.base import KVSource
 from vllm_kvtier.scheduler.sources.followed_prefill import FollowedPrefillSource
-from vllm_kvtier.scheduler.sources.node_store import NodeStoreSource
 from vllm_kvtier.scheduler.sources.peer_gpu import PeerGpuSource
 from vllm_kvtier.scheduler.sources.prefill_handoff import PrefillHandoffSource
-from vllm_kvtier.scheduler.sources.remote_store import RemoteStoreSource, store_bandwidth, uses_remote_store
 from vllm_kvtier.scheduler.sources.retained_blocks import RetainedBlocksSource
 from vllm_kvtier.scheduler.sources.slot_layout import NamespaceIds
-from vllm_kvtier.scheduler.sources.store_source import StoreSource
+from vllm_kvtier.scheduler.sources.store_source import NodeStoreSource
 from vllm_kvtier.vllm_compat import weights
 from vllm_kvtier.vllm_compat.connector_types import results_of
 from vllm_kvtier.vllm_compat.engine_info import BlockIds, EngineInfo
@@ -83,7 +81,7 @@ class SchedulerParts(ABC):
         self.counters, self._contain = connector.counters, containment
         key = ClusterKey.load(config.cluster_key_file) if config.cluster_key_file else None
         # -- what the engine is
-        uses_store = not info.unsupported and (config.store != "off" or uses_remote_store(config))
+        uses_store = not info.unsupported and config.store != "off"
         self._identity = identity = EngineIdentity(
             config, info, pool.hash_block_size, uses_store, lambda: self._reactor.call_soon(self._access.open_if_ready)
         )
@@ -133,10 +131,10 @@ class SchedulerParts(ABC):
         )  # fmt: skip
         self._stretches = PrefillStretches(engine, self._engine.scheduler_lock, self._exporter, self._exports)
         # -- load or recompute
-        bandwidths = {"host": store_bandwidth(config, info), "peer_gpu": info.peer_bandwidth}
+        bandwidths = {"host": info.link_bandwidth, "peer_gpu": info.peer_bandwidth}
         self._planner = LoadPlanner(bandwidths, step_tokens=info.step_tokens, known=2)
         self._step_timer = StepTimer(self._planner)
-        waits = info.supports_sync_load and not uses_remote_store(config) and config.kv_load_failure_policy != "fail"
+        waits = info.supports_sync_load and config.kv_load_failure_policy != "fail"
         self._sync_load = SyncLoad(
             config.sync_load_ms if waits else 0.0, config.transfer_timeout, pool, lambda: self._watched(),
             connector, self._planner,
@@ -200,18 +198,14 @@ class SchedulerParts(ABC):
         return self._info.followed(block_ids)
 
     def _wire_store(self, context: LoadContext, peer_gpu: PeerGpuSource) -> None:
-        """The node store, and what it brings: offloading, KV events, the other engines of the node. Or other nodes'."""
+        """The node store, and what it brings: offloading, KV events, the other engines of the node."""
         engine, info, config, wake = context.engine, context.engine.info, context.engine.config, self._engine.wake
-        self._store: StoreSource | None = None
+        self._store: NodeStoreSource | None = None
         self._events: Events | None = None
         self._sharing: PeerDirectoryClient | None = None
         self._offloader: Offloader | None = None
         self._store_admin: StoreAdmin | None = None
-        if info.unsupported:
-            return
-        if uses_remote_store(config):
-            self._store = RemoteStoreSource(context, self._link.send)
-        if config.store == "off":
+        if info.unsupported or config.store == "off":
             return
         groups, hash_block_size = info.groups, engine.geometry.hash_block_size
         if engine.states_within_blocks:
@@ -228,9 +222,9 @@ class SchedulerParts(ABC):
                 self._checksum_index, identity.content_keys, groups, hash_block_size, identity.instance, wake
             )
         send, verified = self._link.send, lambda: not self._sync_load.verification_pending
-        node_store = NodeStoreSource(context, send, self._store_lost, peer_gpu, self._sharing, self._events)
-        self._store, self._store_admin = node_store, StoreAdmin(node_store)
-        self._offloader = Offloader(engine, node_store, send, wake, verified, self._events)
+        self._store = NodeStoreSource(context, send, self._store_lost, peer_gpu, self._sharing, self._events)
+        self._store_admin = StoreAdmin(self._store)
+        self._offloader = Offloader(engine, self._store, send, wake, verified, self._events)
 
     @abstractmethod
     def _start(self) -> None:

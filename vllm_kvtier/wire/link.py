@@ -79,31 +79,8 @@ class LinkRenewed(msgspec.Struct, frozen=True, tag="link_renewed"):
     rank: Count
 
 
-class RemoteStoreSetup(msgspec.Struct, frozen=True, tag="remote_store_setup"):
-    """This engine reads from other nodes' stores itself. ``offsets`` and ``codecs`` as in PoolSetup; ``slot_pages``:
-    by group; ``host``: stage in host memory even if the GPU could receive directly; ``loopback``: there is no cluster
-    key, so those nodes are on this machine."""
-
-    offsets: list[list[Count]]
-    slot_pages: list[Count]
-    codecs: list[str]
-    host: bool
-    loopback: bool = False
-
-
-class RemoteStoreLost(msgspec.Struct, frozen=True, tag="remote_store_lost"):
-    """A rank could not read from this instance of another node's store. ``generation``: of its metadata, as in
-    ``RemoteStoreInfo``."""
-
-    rank: Count
-    instance: Name
-    generation: Count
-    reason: str
-
-
 class PoolReady(msgspec.Struct, frozen=True, tag="pool_ready"):
-    """A rank can copy to and from the first ``nbytes`` of the memory of this instance of the node store. If
-    ``instance`` is "far": the size of the rank's staging memory for reads from other nodes' stores, 0: none."""
+    """A rank can copy to and from the first ``nbytes`` of the memory of this instance of the node store."""
 
     rank: Count
     instance: Name
@@ -195,8 +172,6 @@ LinkMessage = (
     | StoreBlocks
     | CancelStores
     | Stored
-    | RemoteStoreSetup
-    | RemoteStoreLost
 )
 
 _decoder: msgspec.msgpack.Decoder[LinkMessage] = msgspec.msgpack.Decoder(LinkMessage)
@@ -210,7 +185,7 @@ def decode_link(frame: bytes) -> LinkMessage:
 # sends the latest of each subject again on the next one.
 _SUBJECTS: dict[type, int] = {Described: 0, Register: 1, Unusable: 1, Asleep: 1, PoolReady: 2, ChecksumsReady: 3}
 _SUBJECTS[ChecksumsCleared] = 4
-_SUBJECTS |= {PoolSetup: 0, RemoteStoreSetup: 1, Serve: 2, ClearChecksums: 3}
+_SUBJECTS |= {PoolSetup: 0, Serve: 1, ClearChecksums: 2}
 
 
 class _Latest:

@@ -23,7 +23,6 @@ from vllm_kvtier.worker.device.step_events import StepEvents
 from vllm_kvtier.worker.job_table import Job, JobTable
 from vllm_kvtier.worker.nixl_pull.nixl_transport import NO_LIMITS, NixlTransport, UcxLimits
 from vllm_kvtier.worker.peer_exchange import PeerExchange
-from vllm_kvtier.worker.remote_store.remote_store_worker import RemoteStoreWorker
 from vllm_kvtier.worker.store.store_worker import StoreWorker
 
 
@@ -45,7 +44,7 @@ class KVTierConnectorWorker:
         self._exchange = PeerExchange(
             self._context, agent_name, lambda name: NixlTransport(name, backends, limits), containment
         )
-        self._store: StoreWorker | RemoteStoreWorker | None = None
+        self._store: StoreWorker | None = None
         self._errors = 0  # internal errors seen so far
         self._submitted: StepWork | None = None
         self._set_up: Callable[[], None] = lambda: None  # what ``register`` was given
@@ -75,7 +74,7 @@ class KVTierConnectorWorker:
     def lose_step(self) -> None:
         """vLLM failed in a step, maybe on this rank alone. Other ranks may store the blocks that all have alike (MLA):
         without this rank the scheduler side commits none."""
-        if isinstance(self._store, StoreWorker):
+        if self._store is not None:
             self._store.withdraw()
 
     def suspend(self) -> None:
@@ -284,9 +283,7 @@ class KVTierConnectorWorker:
                 self._link.send(m.ChecksumsCleared(self._context.rank, self._exchange.generation))
             case m.PoolSetup() if store is None and view is not None:
                 self._store = StoreWorker(self._context, view, message)
-            case m.RemoteStoreSetup() if store is None and view is not None:
-                self._store = RemoteStoreWorker(self._context, view, message)
-            case m.StoreFrame() if isinstance(store, StoreWorker):
+            case m.StoreFrame() if store is not None:
                 store.tunnelled(message)
             case m.StoreBlocks() if store is not None:
                 store.store(message)

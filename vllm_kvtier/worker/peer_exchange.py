@@ -29,7 +29,7 @@ from vllm_kvtier.worker.nixl_pull.peer_memory import PeerMemory
 from vllm_kvtier.worker.nixl_pull.pulls import Pulls
 from vllm_kvtier.worker.peer_fetch.fetch_worker import IDLE_SECONDS, FetchWorker, open_node
 from vllm_kvtier.worker.peer_fetch.process_memory import node_name
-from vllm_kvtier.worker.store_load_worker import StoreLoadWorker
+from vllm_kvtier.worker.store.store_worker import StoreWorker
 
 logger = get_logger(__name__)
 
@@ -122,7 +122,7 @@ class PeerExchange:
             finally:
                 self.lock.release()
 
-    def suspend(self, store: Callable[[], StoreLoadWorker | None], device: int | None) -> None:
+    def suspend(self, store: Callable[[], StoreWorker | None], device: int | None) -> None:
         """vLLM takes the KV cache's memory away when this returns; loads of aborted requests may be under way. Nothing
         touches the memory then. Idempotent; a call that is repeated completes what failed.
 
@@ -140,7 +140,7 @@ class PeerExchange:
                 if not suspended:
                     self._reactor.call_soon(lambda: self._send(lm.Asleep(self._rank)))
 
-    def _take_parts(self, store: StoreLoadWorker | None, device: int | None) -> list[tuple[str, Callable[[], object]]]:
+    def _take_parts(self, store: StoreWorker | None, device: int | None) -> list[tuple[str, Callable[[], object]]]:
         """(name, end) of all that touches the cache's memory. ``end`` may be called again if it failed. Only the store
         stays in use."""
         pulls, fetching, memory = self.pulls, self.fetching, self.memory

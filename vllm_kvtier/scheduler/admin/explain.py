@@ -8,7 +8,6 @@ from vllm_kvtier.scheduler.admin.store_admin import StoreAdmin
 from vllm_kvtier.scheduler.context import LoadContext
 from vllm_kvtier.scheduler.leases.exports import ExportTable
 from vllm_kvtier.scheduler.planner.load_planner import NOTHING
-from vllm_kvtier.scheduler.sources.remote_store import uses_remote_store
 from vllm_kvtier.store import protocol as sm
 from vllm_kvtier.vllm_compat import requests as vr
 from vllm_kvtier.vllm_compat.adapters import ADAPTERS
@@ -111,8 +110,6 @@ class Explainer:
             return "this engine's block hashes cover tokens behind their blocks, those of this prompt are not known"
         if tokens > self._info.max_tokens:
             return f"the prompt has {tokens} tokens, this engine takes at most {self._info.max_tokens}"
-        if self._store is None and uses_remote_store(self._config):
-            return "it has no store of its own: it reads other nodes' stores, which are not asked here"
         if self._store is None:
             return "it uses no node store (option store: off)"
         return failure or self._store.problem

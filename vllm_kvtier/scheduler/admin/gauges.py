@@ -12,7 +12,7 @@ from vllm_kvtier.scheduler.leases.exports import ExportTable
 from vllm_kvtier.scheduler.matching.request_lifecycle import State
 from vllm_kvtier.scheduler.matching.request_matcher import RequestMatcher
 from vllm_kvtier.scheduler.offload.offloader import Offloader
-from vllm_kvtier.scheduler.sources.store_source import StoreSource
+from vllm_kvtier.scheduler.sources.node_store import NodeStore
 from vllm_kvtier.store.protocol import PAGE
 from vllm_kvtier.telemetry.stats import KINDS
 
@@ -36,7 +36,7 @@ class Gauges:
         context: LoadContext,
         matcher: RequestMatcher,
         exports: ExportTable,
-        store: StoreSource | None,
+        store: NodeStore | None,
         offloader: Offloader | None,
         clock: Callable[[], float] = time.monotonic,
     ):

@@ -3,8 +3,7 @@
 On the reactor's thread. An engine without a node store has none of this.
 """
 
-from vllm_kvtier.scheduler.sources.node_store import NodeStoreSource
-from vllm_kvtier.scheduler.sources.store_source import packed
+from vllm_kvtier.scheduler.sources.store_source import NodeStoreSource, packed
 from vllm_kvtier.store.client import Pending
 
 EXPLAIN_WAIT = 0.5  # seconds for the answers of other nodes and object stores

@@ -20,7 +20,7 @@ MAX_PREFETCH_SECONDS = 0.25
 
 
 class PrefetchSource(Protocol):
-    """What is used of a ``StoreSource``."""
+    """What is used of a ``NodeStoreSource``."""
 
     @property
     def epoch(self) -> int: ...

@@ -43,7 +43,7 @@ from vllm_kvtier.scheduler.offload.store_jobs import (
     Run,
     StoreJobs,
 )
-from vllm_kvtier.scheduler.sources.node_store import NodeStoreSource
+from vllm_kvtier.scheduler.sources.node_store import NodeStore
 from vllm_kvtier.store.protocol import HASH_BYTES, NO_PARENT
 from vllm_kvtier.vllm_compat import requests as vr
 from vllm_kvtier.wire import link as m
@@ -71,7 +71,7 @@ class Offloader:
     def __init__(
         self,
         engine: EngineContext,
-        store: NodeStoreSource,
+        store: NodeStore,
         send: Callable[[m.StoreBlocks | m.CancelStores], None],
         on_free: Callable[[], None],
         verified: Callable[[], bool],

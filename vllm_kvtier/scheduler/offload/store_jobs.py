@@ -19,7 +19,7 @@ from vllm_kvtier.codecs import choice
 from vllm_kvtier.logs import get_logger
 from vllm_kvtier.scheduler.offload.block_tables import Table
 from vllm_kvtier.scheduler.offload.kv_events import Events, Raw
-from vllm_kvtier.scheduler.sources.node_store import NodeStoreSource
+from vllm_kvtier.scheduler.sources.node_store import NodeStore
 from vllm_kvtier.store.client import Pending
 from vllm_kvtier.store.protocol import EXISTS, HASH_BYTES, MAX_ITEMS, NO_PARENT_STORED, NO_ROOM, Reserved
 from vllm_kvtier.telemetry.events import Label
@@ -128,7 +128,7 @@ class Flight:
 class StoreJobs:
     def __init__(
         self,
-        store: NodeStoreSource,
+        store: NodeStore,
         groups: Sequence[CacheGroup],
         counters: Counters,
         reactor: Reactor,

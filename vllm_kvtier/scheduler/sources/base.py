@@ -43,7 +43,7 @@ from typing import Any, ClassVar, Literal
 
 from vllm_kvtier.cache_kinds import CacheGroup
 from vllm_kvtier.jobs.results import Result
-from vllm_kvtier.jobs.transfer_jobs import FailedJob, LoadJob, PeerFetchJob, PullJob, RemoteStoreInfo
+from vllm_kvtier.jobs.transfer_jobs import FailedJob, LoadJob, PeerFetchJob, PullJob
 from vllm_kvtier.scheduler.matching.transfer_params import Address
 from vllm_kvtier.shapes.read_paths import ReadPath
 from vllm_kvtier.wire import messages as m
@@ -121,7 +121,6 @@ class LookupHit:
     session: int = field(default=0, kw_only=True)  # the connection that the lease is on
     epoch: int = field(default=0, kw_only=True)  # of this engine's namespaces, when the store was asked
     logical_bytes: int = field(default=0, kw_only=True)  # of KV, all ranks, that the blocks become
-    remote: RemoteStoreInfo | None = field(default=None, kw_only=True)  # if workers read the store themselves
 
     found: ClassVar[Literal[True]] = True
 
@@ -273,8 +272,7 @@ class KVSource(ABC):
         """A hit is about to become ``state.held``."""
 
     def is_current(self, state: RequestState, hit: LookupHit) -> bool:
-        """False: the engine's cache was reset since the lookup, and the blocks are of no use to it any more, or their
-        lease is known to have ended."""
+        """False: the engine's cache was reset since the lookup, and the blocks are of no use to it any more."""
         return True
 
     # -- load --------------------------------------------------------------------------------------------------------

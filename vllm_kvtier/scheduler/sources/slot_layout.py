@@ -1,5 +1,5 @@
-"""How this engine's blocks lie in slots of a node store, its own node's or another's: which ranks' parts where, in
-which codec, and the digest of all that they depend on beside their tokens. Engines with the same digest share blocks.
+"""How this engine's blocks lie in slots of the node store: which ranks' parts where, in which codec, and the digest of
+all that they depend on beside their tokens. Engines with the same digest share blocks.
 """
 
 import hashlib
@@ -96,12 +96,11 @@ def plan_slots(
     groups: Sequence[CacheGroup],
     hash_block_size: int,
     release: str,
-    by_node: bool = False,
 ) -> SlotPlan:
     """``described``: of all ranks. ``codec``: an option's value as ``choice.resolve`` returned it. ``hash_block_size``:
-    tokens that a hash covers. ``release``: of vLLM; the next one may compute
-    otherwise, and what is stored outlives engines. ``by_node``: the ranks of each node have slots of their own, in its
-    store. Raises ValueError for blocks that fit no slot."""
+    tokens that a hash covers. ``release``: of vLLM; the next one may compute otherwise, and what is stored outlives
+    engines. The ranks of each node have slots of their own, in its store. Raises ValueError for blocks that fit no
+    slot."""
     ranks = [described[r] for r in sorted(described)]
     codecs = choice.by_group(codec, [rank.groups for rank in ranks])
     layouts = [[part_layout(*each) for each in zip(rank.groups, codecs, strict=True)] for rank in ranks]
@@ -110,9 +109,9 @@ def plan_slots(
         digest.update(layout_digest(rank.groups, theirs) + repr(rank.shards).encode())
     if widened := [group.stored_window for group in groups if group.stored_window != group.kind.window]:
         digest.update(repr(widened).encode())  # a namespace's groups have one shape, whatever version stored there
-    homes = list(dict.fromkeys(rank.node if by_node else "" for rank in ranks))
+    homes = list(dict.fromkeys(rank.node for rank in ranks))
     plan = SlotPlan(digest.digest(), codecs, [[] for _ in ranks], [[] for _ in ranks])
-    plan.nodes = [homes.index(rank.node if by_node else "") for rank in ranks]
+    plan.nodes = [homes.index(rank.node) for rank in ranks]
     plan.node_shapes = [[] for _ in homes]
     for g, group in enumerate(groups):
         # node -> shards -> (bytes, the rank that writes them)

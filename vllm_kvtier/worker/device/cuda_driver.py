@@ -296,13 +296,3 @@ class Driver:
         result = self._launch(function, grid, 1, 1, threads, 1, 1, shared, stream, arguments, None)
         if result:
             self._check("cuLaunchKernel", result)
-
-
-class DeviceDriver(Driver):
-    """For copies whose "host" memory is the device's own: there is nothing to pin."""
-
-    def register(self, address: int, nbytes: int) -> None:
-        """Nothing to do."""
-
-    def unregister(self, address: int) -> None:
-        """Nothing to do."""

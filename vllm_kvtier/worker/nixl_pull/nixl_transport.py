@@ -23,9 +23,12 @@ import numpy as np
 
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.logs import get_logger
-from vllm_kvtier.remote_store.nixl_agent import LOOPBACK
 
 logger = get_logger(__name__)
+
+# For NIXL's ``engine_config``: of network devices UCX uses, and listens on, loopback alone. Its ways within a machine
+# (shared memory, CUDA IPC) are no network devices. UCX_NET_DEVICES in the environment wins.
+LOOPBACK = "NET_DEVICES=lo"
 
 
 class TransferState(enum.Enum):

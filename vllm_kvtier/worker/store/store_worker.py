@@ -5,8 +5,10 @@ and the model runner's where the device copies by itself, which then need not wa
 does. ``_lock`` keeps them apart; the model runner takes it only if it is free or soon will be.
 """
 
+import hashlib
 import math
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -17,6 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from vllm_kvtier import codecs
+from vllm_kvtier.codecs.parts import part_layout
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.jobs.results import ABORTED
 from vllm_kvtier.jobs.transfer_jobs import MAX_LOCK_SECONDS, LoadJob, StoreJob
@@ -29,13 +33,12 @@ from vllm_kvtier.store.protocol import Hello
 from vllm_kvtier.store.tunnel import TunnelServer
 from vllm_kvtier.wire import link as m
 from vllm_kvtier.wire.reactor import Timer
-from vllm_kvtier.wire.slots import PAGE
+from vllm_kvtier.wire.slots import PAGE, layout_digest
 from vllm_kvtier.worker.cache_view import CacheView
 from vllm_kvtier.worker.context import ASLEEP, RankContext
 from vllm_kvtier.worker.copy.base import Copier, make_copier
 from vllm_kvtier.worker.store.copy_engine import STEP_EVENTS, CopyEngine, EndedCopy
 from vllm_kvtier.worker.store.store_memory import MemoryUser, StoreMemory
-from vllm_kvtier.worker.store_load_worker import StoreLoadWorker
 
 logger = get_logger(__name__)
 
@@ -67,9 +70,16 @@ DEVICE_RATE = 30e9  # bytes/s of a device's link before any was measured: about 
 DEVICE_BATCHES = (4, 8)
 
 
-class StoreWorker(StoreLoadWorker):
+class StoreWorker:
+    """Loads and stores this rank's blocks; results of loads go to ``context.finish``."""
+
     def __init__(self, context: RankContext, view: CacheView, setup: m.PoolSetup):
-        super().__init__(context, view, setup)
+        self._rank, self._reactor = context.rank, context.reactor
+        self._send, self._finish = context.send, context.finish
+        self._view, self.on_device = view, view.device.type == "cuda"
+        self._lock = threading.RLock()
+        self._suspended = False  # the cache has no memory until the next step
+        self.launching = -math.inf  # since when a step's forward is being launched
         self._writes = setup.writes[context.rank]
         self._node = setup.nodes[context.rank] if setup.nodes else None  # None: the engine is on one
         path = store_path() if self._node and setup.launch is not None else setup.path
@@ -89,27 +99,35 @@ class StoreWorker(StoreLoadWorker):
         self._unsent: deque[EndedCopy] = deque()  # ended stores that the scheduler side does not know of
         self._sent_state: tuple[str, int] = ("", 0)
         self._withdrawn = False
+        layouts = [part_layout(group, codecs.get(name)) for group, name in zip(view.groups, setup.codecs, strict=True)]
         hello = Hello(name=f"rank {self._rank}", pid=os.getpid(), kind="worker")
 
         def connect(on_change: Callable[[], None]) -> StoreClient:
             return StoreClient(self._reactor, path, hello, on_change=on_change)
 
         def copier(mapping: PoolMapping) -> Copier:
-            made = make_copier(view, (mapping.address, mapping.nbytes, mapping), self._layouts, self._offsets)
+            made = make_copier(view, (mapping.address, mapping.nbytes, mapping), layouts, setup.offsets[context.rank])
             made.warm_up()
             return made
 
         user = MemoryUser(self._pool_changed, lambda: bool(self._engine.loads), self._lock)
         self._pool = StoreMemory(self._reactor, connect, copier, user)
         device = {"first_rate": DEVICE_RATE, "batches": DEVICE_BATCHES} if self.on_device else {}
-        self._engine = CopyEngine(self._pool, self._part_bytes, **device)
-        self._engine.salts = self._salts
+        self._engine = CopyEngine(self._pool, [layout.nbytes for layout in layouts], **device)
+        # By group, for the keys of checksums in slots: a late copy may find the same block there, but of an engine that
+        # keeps other parts of it.
+        ranks = repr([rank for rank, node in enumerate(setup.nodes) if node == self._node]).encode()
+        parts = [layout_digest([each], [layout]) for each, layout in zip(view.groups, layouts, strict=True)]
+        digests = [hashlib.blake2b(part + ranks, digest_size=8).digest() for part in parts]
+        self._engine.salts = [np.uint64(int.from_bytes(digest, "little")) for digest in digests]
         self._pool.start()
         self._reactor.on_stop(self._close)
 
     # -- model runner's thread -------------------------------------------------------------------------------------
 
     def step(self, step: int, event: Any) -> bool:
+        """The forward of ``step`` was launched; ``event`` marks its end, None without a device. A negative step is a
+        call of vLLM without a step of the scheduler. Returns whether ``collect`` is due though nothing is loaded."""
         self.launching = -math.inf
         if step < 0:
             return False
@@ -135,6 +153,7 @@ class StoreWorker(StoreLoadWorker):
         self._reactor.call_soon(self._pool_changed)
 
     def load(self, jobs: list[LoadJob], after: Any) -> None:
+        """Begin loads; their blocks may be written behind ``after`` (torch.cuda.Event; None without a device)."""
         self._suspended = False
         if self._node is not None:
             jobs = [self._of_node(job) for job in jobs]
@@ -168,7 +187,7 @@ class StoreWorker(StoreLoadWorker):
             self._start(jobs, after)
             self._engine.load_now()
         except Exception:
-            self._cancel(lambda job: any(job is each for each in jobs), ABORTED)
+            self._engine.cancel_loads(lambda job: any(job is each for each in jobs), ABORTED)
             self._sync_loads &= self._engine.loads.names()  # the others were not queued
             raise
         finally:
@@ -191,12 +210,15 @@ class StoreWorker(StoreLoadWorker):
         self._reactor.call_soon(self._schedule)
 
     def under_way(self) -> set[str]:
+        """Requests whose loads have not ended. Any thread."""
         with self._lock:
             return self._engine.loads.request_ids()
 
     def collect(self, idle: bool = False) -> None:
-        """See what ended and begin more. A device copies by itself, so that this costs few calls. On the reactor each
-        of them would release the interpreter and wait for it until the launches of the next step release it."""
+        """See what ended and begin more. Call after each step's launch; ``idle``: the step computes nothing.
+
+        A device copies by itself, so that this costs few calls. On the reactor each of them would release the
+        interpreter and wait for it until the launches of the next step release it."""
         loading = bool(self._engine.loads)
         if idle and loading:
             self._stay()
@@ -214,6 +236,28 @@ class StoreWorker(StoreLoadWorker):
                 self._lock.release()
         if idle and self._timer_at > self._stores_at:
             self._reactor.call_soon(self._schedule)
+
+    def cancel_loads(self, request_ids: list[str]) -> None:
+        """Begin no more of these requests' loads. Each load still ends when nothing writes its blocks any more."""
+
+        gone = set(request_ids)
+
+        def cancel() -> None:
+            with self._lock:
+                self._engine.cancel_loads(lambda job: job.request_id in gone, ABORTED)
+            self._reactor_poll()
+
+        self._reactor.call_soon(cancel)  # behind the loads that went this way
+
+    def suspend(self) -> None:
+        """Stop using the cache's memory until the next step: vLLM takes it away when this returns."""
+        with self._lock:
+            self._suspended = True
+            self._engine.cancel_all(ASLEEP)
+            if self.on_device:
+                torch.cuda.synchronize(self._view.device)
+            ended = self._poll()
+        self._report(ended)
 
     def _stay(self) -> None:
         """Copy and poll on this thread for a while. vLLM runs empty steps of a millisecond or more while all requests
@@ -394,12 +438,3 @@ class StoreWorker(StoreLoadWorker):
         if ended.stored or ended.cut:
             self._unsent.append(ended)
             self._reactor.call_within(REPORT_WITHIN, self._send_stored)
-
-    def _cancel(self, which: Callable[[LoadJob], bool], reason: str) -> None:
-        self._engine.cancel_loads(which, reason)
-
-    def _cancel_all(self, reason: str) -> None:
-        self._engine.cancel_all(reason)
-
-    def _take_ended(self) -> EndedCopy:
-        return self._poll()

@@ -112,10 +112,10 @@ class NodeProcess:
         )
 
     def _decided(self, look: m.Look, answer: Answer) -> None:
-        if answer.hit is None:
+        if answer is None:
             self._host.send(m.Located(look.id, 0, look.start))
             return
-        peer, offer = answer.hit
+        peer, offer = answer
         token = next(self._tokens)
         self._held[token] = Held(look, peer, offer)
         self._host.send(m.Located(look.id, token, offer.num_hash_blocks, store=peer.instance))
