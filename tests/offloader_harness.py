@@ -75,7 +75,7 @@ class Engine:
                 pool=BlockPool(self.fake), counters=self.counters, reactor=self.reactor,
                 info={"step_tokens": step_tokens},
             ).engine,
-            self.tier, self.told, self.wake, lambda: True,
+            self.tier, self.told, self.wake, lambda block_hash: False,
         )  # fmt: skip
         self.most = int(BLOCKS * share)
         self.tables = BlockTables(groups, HASH_BLOCK_SIZE, lambda ids: None, lambda t: self.offloader.wanted(), lot=lot)

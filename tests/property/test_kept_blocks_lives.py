@@ -146,7 +146,7 @@ class Life(Offload):
         half._exporter = ExportBuilder(load.engine, exports, index, lambda: self.shared)
         half._stretches = SimpleNamespace(possible=False)
         half._matcher, half._sync_load = make_matcher(load), load.sync_load
-        half._offloader = Offloader(load.engine, self.tier, self.told, self.wake, lambda: True)
+        half._offloader = Offloader(load.engine, self.tier, self.told, self.wake, lambda block_hash: False)
         half._tables = BlockTables(
             groups,
             HASH_BLOCK_SIZE,

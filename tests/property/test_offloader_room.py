@@ -160,15 +160,35 @@ def test_offloader_idle_leaves_free_blocks_for_next_step():
 
 def test_offloader_waits_for_verification_before_pinning_cached_blocks():
     engine = Engine(GROUPS["full"], 5, 0, share=0.1)
-    engine.offloader._verified = lambda: False
+    engine.offloader._unverified = lambda block_hash: True
     r, = computed(engine, 1, 30 * HASH_BLOCK_SIZE + 1)
     engine.finish(r, True)
     engine.settle_down()
     had = len(stored(engine, r))
     assert had < 30 and lost(engine) == {}
-    engine.offloader._verified = lambda: True
+    engine.offloader._unverified = lambda block_hash: False
     engine.settle_down()
     assert stored(engine, r) == list(range(30))
+
+
+def test_offloader_pins_states_beside_another_requests_unverified_load():
+    """They were offered with a later block, when vLLM may have evicted them."""
+    engine = Engine(GROUPS["states"], 5, 0, share=0.9, lot=16)
+    engine.keeps = "last"
+    length = 10 * HASH_BLOCK_SIZE + 1
+    other, = computed(engine, 1, length)
+    loading = set(map(bytes, other.request.block_hashes))
+    engine.offloader._unverified = loading.__contains__
+    r = engine.new_request(list(range(1000, 1006 + length)), length, None)
+    while r.request.num_computed_tokens < length:
+        engine.step(every=1.1)
+    (state,) = cached_states(engine, r, 1)
+    engine.fake.cached = {key: i for key, i in engine.fake.cached.items() if not key[1] or key[0] in loading}
+    engine.offloader._unverified = lambda block_hash: False
+    for each in (r, other):
+        engine.finish(each, True)
+    engine.settle_down()
+    assert stored(engine, r, 1) == [state]
 
 
 def test_offloader_reset_drops_blocks_of_old_namespace():

@@ -57,7 +57,7 @@ class Ours(KVConnectorBase_V1, SupportsHMA):
         groups = [(BLOCK, None), *[mamba(BLOCK)] * STATES]
         engine = load_context(groups, BLOCK, pool=BlockPool(pool), info={"step_tokens": STEP}).engine
         store = SimpleNamespace(limit=lambda: 1 << 50, instance="s", namespace_id=lambda fingerprint: b"n")
-        self.geometry, self.offloader = engine.geometry, Offloader(engine, store, None, None, lambda: True)
+        self.geometry, self.offloader = engine.geometry, Offloader(engine, store, None, None, lambda block_hash: False)
         self.offloader.jobs = SimpleNamespace(ask=self.store, returned=deque(), cut_flights=None)
         self.tables = BlockTables(self.geometry.groups, BLOCK, lambda ids: None, lambda t: True)
 

@@ -32,7 +32,7 @@ class Storing(Engine):
         info = {"step_tokens": 96, "states_within_steps": True}
         load = load_context(groups, hash_block, pool=self.pool, counters=self.counters, info=info)
         store = SimpleNamespace(limit=lambda: 1 << 50, instance="s", namespace_id=lambda fingerprint: b"n")
-        self.offloader = Offloader(load.engine, store, None, None, lambda: True)
+        self.offloader = Offloader(load.engine, store, None, None, lambda block_hash: False)
         self.offloader.jobs = SimpleNamespace(ask=self.store, returned=deque(), cut_flights=None)
         self.tables_of_ours = BlockTables(groups, hash_block, lambda ids: None, lambda state: True)
         after = self.scheduler._update_after_schedule

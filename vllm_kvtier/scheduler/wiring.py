@@ -127,7 +127,7 @@ class SchedulerParts(ABC):
         self._exporter = ExportBuilder(
             engine, self._exports, self._checksum_index,
             shared=lambda: self._sharing is not None and self._sharing.active,
-            unverified=lambda block_hash: self._sync_load.is_unverified(block_hash),
+            unverified=self._is_unverified,
         )  # fmt: skip
         self._stretches = PrefillStretches(engine, self._engine.scheduler_lock, self._exporter, self._exports)
         # -- load or recompute
@@ -221,10 +221,13 @@ class SchedulerParts(ABC):
             self._sharing = PeerDirectoryClient(
                 self._checksum_index, identity.content_keys, groups, hash_block_size, identity.instance, wake
             )
-        send, verified = self._link.send, lambda: not self._sync_load.verification_pending
+        send = self._link.send
         self._store = NodeStoreSource(context, send, self._store_lost, peer_gpu, self._sharing, self._events)
         self._store_admin = StoreAdmin(self._store)
-        self._offloader = Offloader(engine, self._store, send, wake, verified, self._events)
+        self._offloader = Offloader(engine, self._store, send, wake, self._is_unverified, self._events)
+
+    def _is_unverified(self, block_hash: bytes) -> bool:
+        return self._sync_load.is_unverified(block_hash)
 
     @abstractmethod
     def _start(self) -> None:

@@ -74,11 +74,11 @@ class Offloader:
         store: NodeStore,
         send: Callable[[m.StoreBlocks | m.CancelStores], None],
         on_free: Callable[[], None],
-        verified: Callable[[], bool],
+        unverified: Callable[[bytes], bool],
         events: Events | None = None,
     ):
         """``send``: to all workers. ``on_free`` is called (reactor's thread) when blocks wait to be unpinned.
-        ``verified``: whether all KV in vLLM's prefix cache is verified."""
+        ``unverified``: whether what vLLM's prefix cache has under a block hash may not be verified yet."""
         config, pool, groups, step_tokens = engine.config, engine.pool, engine.geometry.groups, engine.info.step_tokens
         self._store, self._pool, self._keys = store, pool, engine.identity.content_keys
         self._writes, self._prompts_only = config.store_write != "off", config.store_write == "prompt"
@@ -86,7 +86,7 @@ class Offloader:
         self._writes &= not self._without_states
         self._groups, self._counters, self._reactor = groups, engine.counters, engine.reactor
         self._taken_blocks = engine.geometry.taken_blocks
-        self._verified, self.events = verified, events
+        self._unverified, self.events = unverified, events
         self._hash_block_size, self._by_position = engine.geometry.hash_block_size, engine.geometry.by_position
         self._speculates = engine.info.speculates
         self._max_pinned = int(pool.num_blocks * config.store_inflight_share)
@@ -195,7 +195,7 @@ class Offloader:
     def _offer_ended(self) -> None:
         """Collect blocks of ended requests that were taken back, as far as vLLM has them and there is room. Nothing
         without a store, which may never come."""
-        if not (self._store.limit() and self._verified()):
+        if not self._store.limit():
             return
         most = MIN_PRUNED_TABLES + len(self._ended) // PRUNED_TABLE_SHARE
         for checked in range(len(self._ended)):
@@ -303,8 +303,11 @@ class Offloader:
             return range(first, max(first, last)), new
         for i in range(first, last):
             block = ids[i] if i >= own else 0
-            if not block and self._verified() and table.request.lora_request is None:
-                block = self._pool.cached_block(bytes(hashes[(i + 1) * per - 1]), g)
+            if not block and table.request.lora_request is None:
+                content = bytes(hashes[(i + 1) * per - 1])
+                if self._unverified(content):
+                    break  # offered again later
+                block = self._pool.cached_block(content, g)
             if block and not room:
                 table.why = self._no_room()
                 break
@@ -325,8 +328,11 @@ class Offloader:
         prompt's states that it keeps, and the last one of generated tokens."""
         size, request, found = self._groups[g].block_tokens, table.request, list[tuple[int, int]]()
         per, generated = size // self._hash_block_size, request.num_prompt_tokens // size
-        for i in range(table.offered[g], last if self._verified() else 0):
-            block = self._pool.cached_block(bytes(request.block_hashes[(i + 1) * per - 1]), g)
+        for i in range(table.offered[g], last):
+            content = bytes(request.block_hashes[(i + 1) * per - 1])
+            if self._unverified(content):
+                break
+            block = self._pool.cached_block(content, g)
             if block and found and found[-1][0] >= generated:
                 found[-1] = i, block
             elif block and len(found) < room:
