@@ -172,8 +172,8 @@ def _rates(load: str, disk: str, prefill: str, machine: Path | None, server: str
 def _measured(url: str) -> dict[str, Any]:
     """Rates that an engine has measured: bytes/s of loads to one rank, tokens/s of prefills."""
     scrape, found = vllm_server.Server(url).metrics(), {}
-    if scrape.ours("loads", "ok"):
-        found["memory"] = scrape.mean(f"{vllm_server.PREFIX}planner_bandwidth", "host") or 0.0
+    if scrape.ours("loads", "ok") and (rate := scrape.mean(f"{vllm_server.PREFIX}planner_bandwidth", "host")):
+        found["memory"] = rate
     spent = scrape.total("vllm:request_prefill_time_seconds_sum")
     brought = sum(scrape.ours(f"{kind}_tokens") for kind in ("loaded", "fetched", "pulled"))
     computed = scrape.total("vllm:prompt_tokens") - scrape.total("vllm:prefix_cache_hits") - brought
