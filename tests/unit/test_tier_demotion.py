@@ -190,9 +190,13 @@ def test_demotion_queue_is_bounded_and_drops_newest():
     assert isinstance(lane.queue, OrderedDict)  # a dict finds its first item slowly when many were taken
     b.store(1, 2, 3, 4, 5)
     assert b.counts.queued_blocks == 3 and b.counts.dropped_full == 2
+    looked_at, has = [], b.tier.has
+    b.tier.has = lambda *name: looked_at.append(name) or has(*name)
+    b.store(6, after=5)
+    assert b.counts.dropped_full == 3 and len(looked_at) == 1, "the prefix is not walked, nor counted, again"
     assert b.written() == [1, 2, 3]
-    assert b.use(1, 2, 3, 4, 5) == 5  # the next use asks again
-    assert b.written() == [4, 5]
+    assert b.use(1, 2, 3, 4, 5, 6) == 6  # the next use asks again
+    assert b.written() == [4, 5, 6]
 
 
 def test_demotion_yields_to_reads_for_bounded_time():

@@ -206,7 +206,31 @@ def test_disk_tier_restores_no_more_blocks_than_memory_is_free_for(monkeypatch):
     b = Bench(up=False, free=lambda: free.pop() if free else 0)
     b.open(kept_of(1, 2, 3, 4, 5, 6), [NAMESPACE_SHAPE])
     assert b.tier.counts().blocks == 4 and b.find(1, 2, 3, 4, 5, 6).num_hash_blocks == 4
-    assert b.tier_process.sent == [m.Drop([9, 11])]
+    assert b.tier_process.sent == [], "those beyond are not removed from the disk"
+    b.tier_process.back_off("it died")
+    b.tier_process.start()
+    free.append(1 << 30)
+    b.open(kept_of(1, 2, 3, 4, 5, 6), [NAMESPACE_SHAPE])
+    assert b.tier.counts().blocks == 6
+
+
+@pytest.mark.parametrize("opening", [False, True])
+def test_disk_tier_clear_takes_blocks_that_it_had_no_memory_for(monkeypatch, opening):
+    monkeypatch.setattr(block_limit, "STEP", 4 * block_limit.BLOCK_BYTES)
+    free = [1 << 30]
+    b = Bench(up=False, free=lambda: free.pop() if free else 0)
+    if opening:
+        b.tier.clear(OTHER)
+    b.open(kept_of(1, 2, 3, 4, 5, 6), [NAMESPACE_SHAPE])
+    if not opening:
+        b.write(blocks_of(11))
+        (written,) = b.tier_process.sent[-1].moves
+        assert written.position == 9, "where one of those beyond was"
+        b.tier_process.sent.clear()
+        b.tier.clear(OTHER)
+    assert b.tier_process.sent == [m.Drop([9, 11] if opening else [7, 11])], "7: evicted for the written one"
+    b.tier.clear(OTHER)
+    assert len(b.tier_process.sent) == 1
 
 
 def test_disk_tier_blocks_in_use_stay_beyond_the_limit(monkeypatch):

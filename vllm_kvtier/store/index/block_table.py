@@ -89,6 +89,10 @@ class BlockTable:
         self._stats.discards += 1
         return True
 
+    def is_taken(self, slot: int) -> bool:
+        """Whether a block, listed or not, begins there."""
+        return self._room.is_taken(slot)
+
     def evict(self, count: int) -> None:
         """Evict up to ``count`` of the coldest blocks, of all sizes."""
         self._room.evict(count)

@@ -99,6 +99,10 @@ class SlotAllocator:
         used = self._tenants[tenant].pages if tenant in self._tenants else 0
         return bool(tenant) and self._share < 1 and used + size > int(self._share * self.pool.pages)
 
+    def is_taken(self, slot: int) -> bool:
+        """Whether a block's slot begins there."""
+        return slot in self._at
+
     def evict(self, count: int) -> None:
         """Evict up to ``count`` of the coldest blocks, of all sizes."""
         policies, until = list(self._policies.values()), self.evictions + count

@@ -142,7 +142,10 @@ class Demotion:
 
     def _enqueue(self, lane: _Lane, entry: BlockEntry, skipped: dict[BlockEntry, str]) -> None:
         """Queue the block after the blocks before it that are not demoted. ``skipped``: blocks of the same request that
-        could not be queued, and why, so that a long prefix is walked only once."""
+        could not be queued, and why, so that a long prefix is walked only once; not at all while the queue is full."""
+        if lane.counts.queued_bytes + entry.size * PAGE > self._queue_bytes:
+            lane.counts.dropped_full += 1
+            return
         path, parent = [entry], entry.parent
         while parent is not None and parent not in skipped and not self._is_demoted(lane, parent):
             path.append(parent)

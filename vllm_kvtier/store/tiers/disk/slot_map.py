@@ -48,7 +48,11 @@ class Gone:
         return len(self._unreported)
 
     def add(self, position: int, name: BlockName) -> None:
-        self._unreported.add((position, hash(name)))
+        self.add_hashed(position, hash(name))
+
+    def add_hashed(self, position: int, name: int) -> None:
+        """``name``: its hash."""
+        self._unreported.add((position, name))
 
     def report(self, writing: bool) -> list[int]:
         """Positions for the next message. ``writing``: it is a Write; one is in flight at a time."""
@@ -107,7 +111,9 @@ class SlotMap:
         self.bad_positions = 0  # that could not be written and are not used again
         self._kept: list[m.Move] = []
         self._shapes: dict[bytes, Shapes] = {}  # of _kept
-        self.later: list[Callable[[Index], Iterable[object]]] = []
+        # Positions, and hashes of the names, of blocks on the disk that are not restored.
+        self._unlisted = array("q")
+        self.later: list[Callable[[SlotMap], Iterable[object]]] = []
 
     # -- restoring ----------------------------------------------------------------------------------------------
 
@@ -117,10 +123,12 @@ class SlotMap:
         return len(self._kept)
 
     def on_kept(self, kept: m.Kept, beyond: int = 0) -> None:
-        """``beyond``: so many of the last ones are not restored."""
+        """``beyond``: so many of the last ones are not restored. They stay on the disk until they are overwritten or
+        cleared: the next tier process finds them again, and there may be memory for more of them."""
         end = max(0, len(kept.moves) - beyond)
         self._kept += kept.moves[:end]
-        self._free(kept.moves[end:])
+        for move in kept.moves[end:]:
+            self._unlisted.extend((move.position, hash((move.namespace_id, move.group, move.hash))))
         for namespace_id in kept.namespaces:
             self._shapes[namespace_id.namespace_id] = namespace_id.hash_block_size, namespace_id.groups
 
@@ -159,7 +167,7 @@ class SlotMap:
         self.blocks_found = index.stats().entries
         index.watches.append(self)
         while self.later:  # others may come meanwhile
-            for _ in self.later[0](index):
+            for _ in self.later[0](self):
                 yield
             del self.later[0]
         self._pages, self.filled, self._shapes = pages, True, {}
@@ -302,22 +310,34 @@ class SlotMap:
         if self.filled:
             self._index.remove(*name)
         else:
-            self._do_later(lambda index: (index.remove(*name),))
+            self._do_later(lambda here: (here._index.remove(*name),))
 
     def clear_in_steps(self, namespace_id: bytes | None) -> Iterator[None]:
-        return self._index.clear_in_steps(namespace_id, RESTORE_STEP) if self.filled else iter(())
+        return self._clear_in_steps(namespace_id) if self.filled else iter(())
+
+    def _clear_in_steps(self, namespace_id: bytes | None) -> Iterator[None]:
+        self._clear_unlisted()
+        return self._index.clear_in_steps(namespace_id, RESTORE_STEP)
 
     def clear(self, namespace_id: bytes | None) -> None:
         if self.filled:
+            self._clear_unlisted()
             self._index.clear(namespace_id)
         else:
-            self._do_later(lambda index: index.clear_in_steps(namespace_id, RESTORE_STEP))
+            self._do_later(lambda here: here._clear_in_steps(namespace_id))
 
-    def _do_later(self, remove: Callable[[Index], Iterable[object]]) -> None:
+    def _clear_unlisted(self) -> None:
+        """Free the unlisted blocks, of all namespaces, but those that were overwritten since."""
+        for position, name in _pairs(self._unlisted):
+            if not self._index.is_taken(position):
+                self._gone.add_hashed(position, name)
+        self._unlisted = array("q")
+
+    def _do_later(self, remove: Callable[["SlotMap"], Iterable[object]]) -> None:
         """So many removals are replaced by that of all blocks: the tier may never open. The first may be going on."""
         self.later.append(remove)
         if len(self.later) > MAX_LATER:
-            self.later[1:] = [lambda index: index.clear_in_steps(None, RESTORE_STEP)]
+            self.later[1:] = [lambda here: here._clear_in_steps(None)]
 
     def stats(self) -> IndexStats:
         return self._index.stats() if self.filled else IndexStats()
