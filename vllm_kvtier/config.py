@@ -227,7 +227,8 @@ class KVTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "for the load. With others running, the load must also be shorter than a quarter of a decode step or 2 ms, "
             "whichever is longer, and no request may be waiting. Loads from the node store, copies from GPUs of this "
             "node, and hand-offs and conversations that are read from mapped memory (`same_node_pulls`) can be "
-            "synchronous. 0 disables.",
+            "synchronous. 0 disables. None is before vLLM 0.29, with data parallelism, pipeline stages, "
+            "MultiConnector, or kv_load_failure_policy: fail.",
             ge=0,
         ),
     ] = 100.0

@@ -26,3 +26,17 @@ def test_prefill_larger_than_the_handoff_share_is_handed_off_alone():
         state = RequestState(request, read(request.kv_transfer_params), RequestLifecycle(name))
         assert exporter.finished(state, (blocks,)) is not None and table.has(name)
     assert not table.has("small")
+
+
+def test_checksums_that_an_ended_prefill_lacks_are_awaited():
+    """As those of a prompt that was loaded by the step that computed its last token."""
+    load = load_context([(SIZE, None)], SIZE, pool=BlockPool(FakePool(8, SIZE)))
+    exporter = ExportBuilder(load.engine, ExportTable(SIZE, dict.fromkeys(LeaseKind, 8)), load.checksum_index)
+    request = make_request("p", list(range(2 * SIZE)), SIZE, {"do_remote_decode": True})
+    request.num_computed_tokens = request.num_tokens
+    request.append_output_token_ids(1)
+    request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+    state = RequestState(request, read(request.kv_transfer_params), RequestLifecycle("p"))
+    assert exporter.finished(state, ([1, 2],)) is not None and not exporter.urgent
+    assert exporter.begin_step([]) and exporter.urgent
+    assert not exporter.begin_step([]) and not exporter.urgent

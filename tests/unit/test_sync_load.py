@@ -264,7 +264,14 @@ def test_content_of_a_pending_load_is_unverified(engine):
     assert not sync_load.is_unverified(hashes[0])
     ordered(sync_load, t)
     assert all(map(sync_load.is_unverified, hashes)) and not sync_load.is_unverified(b"other")
-    sync_load.apply_results("r", [LoadResult("r", set(), "", 1, 0.1, 0.0)])
+    good = LoadResult("r", set(), "", 1, 0.1, 0.0)
+    sync_load.verify([good], 2)
+    assert all(map(sync_load.is_unverified, hashes)), "a rank has not reported"
+    sync_load.apply_results("r", [good])
+    ordered(sync_load, t)
+    sync_load.verify([good, good], 2)
+    assert not any(map(sync_load.is_unverified, hashes)), "before vLLM reads the output, which may end the request"
+    sync_load.apply_results("r", [good])
     assert not any(map(sync_load.is_unverified, hashes))
 
 

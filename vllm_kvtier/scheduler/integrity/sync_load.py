@@ -71,6 +71,7 @@ class SyncLoad:
         self.rolled_back: str | None = None  # the request whose load failed, until the next one begins
         self._unannounced = False  # vLLM does not know that the step will have it
         self._until = 0.0
+        self._good = False  # it is verified, but its end is not handled yet
         self._hashes: set[bytes] = set()  # of its blocks, and of those computed on them; made when one is asked for
         self._pinned: list[int] = []  # the blocks it is loaded into
         self._released: list[int] = []  # the same, while vLLM resets its prefix cache
@@ -89,7 +90,7 @@ class SyncLoad:
     def is_unverified(self, block_hash: bytes) -> bool:
         """Whether vLLM's prefix cache may have this content from the pending load, or computed on it."""
         state = self._unverified
-        if state is None:
+        if state is None or self._good:
             return False
         if len(self._hashes) < len(state.request.block_hashes):  # it may have got tokens since
             self._hashes = {bytes(each) for each in state.request.block_hashes}
@@ -185,7 +186,7 @@ class SyncLoad:
         self._free_pins()  # of the same request, if this raised before
         job.synchronous, job.timeout = True, min(job.timeout, MAX_SYNC_LOAD_SECONDS)
         self._unverified, self._job, self._until = state, job, time.monotonic() + self._timeout + RESULT_GRACE_SECONDS
-        self.rolled_back, self._hashes = None, set()
+        self.rolled_back, self._hashes, self._good = None, set(), False
         # The request may lose them before: it may be aborted, and others would get its blocks.
         self._pinned = self._pool.pin(job.block_list)
 
@@ -227,8 +228,9 @@ class SyncLoad:
         if state is None or job is None:
             return
         mine = [result for result in results if result.request_id == job.request_id]
-        bad = {block for result in mine for block in result.bad_blocks}
-        self._roll_back(state, job, bad if len(mine) >= ranks else job.all_blocks)
+        bad = {block for result in mine for block in result.bad_blocks} if len(mine) >= ranks else job.all_blocks
+        self._good = not bad
+        self._roll_back(state, job, bad)
 
     def apply_results(self, request_id: str, results: Iterable[Any]) -> None:
         """Apply the verification results of one step to the synchronous load of this request, as ``verify``. Unpin its

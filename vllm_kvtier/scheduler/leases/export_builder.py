@@ -63,6 +63,7 @@ class ExportBuilder:
         self._hasten = False
         self.exports = True  # whether any request is exported: not beside another connector that does this
         self.urgent = False  # a peer waits for this step's checksums
+        self._urgent_next = False  # for those of the next one
         self.step = 0
         # Prefills that other engines know by name before they end (``Hints.export_as``): names of all that vLLM has
         # queued or runs, those that run, and names of those that ended.
@@ -93,7 +94,7 @@ class ExportBuilder:
     def begin_step(self, growth: list[Growth]) -> list[ChecksumJob]:
         """The checksums to compute after the forward of a step, for the blocks that its requests fill."""
         self.step += 1
-        self.urgent = False
+        self.urgent, self._urgent_next = self._urgent_next, False
         if not (growth or self._pending or self._deferred):
             return []
         # Without blocks that vLLM has handed out anew since their export ended.
@@ -313,7 +314,9 @@ class ExportBuilder:
             groups.append(GroupBlocks(size, ids, cache_kind))
             held += ids
         # The next step computes the checksums that are missing.
-        self._pending += self._checksum_index.take_missing(entries, self.step + 1)
+        missing = self._checksum_index.take_missing(entries, self.step + 1)
+        self._pending += missing
+        self._urgent_next |= handoff and bool(missing)
         ready = max(ready, self._checksum_index.ready_step(entries))
         hashes = vr.block_hashes(request, tokens, hash_block_size)
         tail = vr.tail_hash(request, tokens, hash_block_size) if tokens % hash_block_size else b""
