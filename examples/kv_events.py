@@ -28,24 +28,27 @@ class View:
         self.blocks: dict[str, set] = {}
         self.came = self.went = self.missed = 0
         self._after: dict[tuple, bytes | int] = {}  # (hash of what precedes it, tokens) -> hash of a block of group 0
+        self._keys: dict[bytes | int, tuple] = {}  # the reverse
         self._sequence: int | None = None
 
     def hear(self, sequence: int, batch: KVEventBatch) -> None:
         """``sequence``: the number of the batch. After a gap the view is invalid and starts empty."""
         if self._sequence is not None and sequence != self._sequence + 1:
             self.missed += 1
-            self.blocks.clear()
+            for memory in (self.blocks, self._after, self._keys):
+                memory.clear()
         self._sequence = sequence
         for event in batch.events:
             if isinstance(event, BlockStored):
                 self._stored(event)
             elif isinstance(event, BlockRemoved):
                 here = self.blocks.setdefault(_place(event), set())
-                gone = {(each, event.group_idx) for each in event.block_hashes} & here
+                gone = {(each, event.group_idx or 0) for each in event.block_hashes} & here
                 self.went += len(gone)
                 here -= gone
+                self._forget(gone)
             elif isinstance(event, AllBlocksCleared):
-                self.blocks.pop("GPU", None)  # vLLM's GPU cache
+                self._forget(self.blocks.pop("GPU", set()))  # vLLM's GPU cache
 
     def prefix(self, tokens: Sequence[int], block_tokens: int) -> dict[str, int]:
         """The tokens of a prompt's prefix (without adapter, images or salt) in each tier."""
@@ -70,8 +73,15 @@ class View:
             here.add((each, group))
             plain = not event.extra_keys or event.extra_keys[i] is None
             if group == 0 and plain:
-                self._after[parent, tuple(event.token_ids[i * size : (i + 1) * size])] = each
+                key = (parent, tuple(event.token_ids[i * size : (i + 1) * size]))
+                self._after[key], self._keys[each] = each, key
             parent = each
+
+    def _forget(self, gone: set) -> None:
+        """Drop the tokens of blocks that are in no tier any more."""
+        for each, group in gone:
+            if group == 0 and not any((each, 0) in blocks for blocks in self.blocks.values()):
+                self._after.pop(self._keys.pop(each, None), None)
 
     def __str__(self) -> str:
         places = "  ".join(f"{place} {len(blocks):,}" for place, blocks in sorted(self.blocks.items()))

@@ -29,6 +29,31 @@ def test_events_example_view_reports_prefix_by_tier():
     assert set(view.blocks) == {"CPU", "STORAGE"} and view.missed == 0
 
 
+@pytest.mark.parametrize(
+    "end",
+    [
+        [BlockRemoved(block_hashes=[1, 2, 3], medium="CPU", group_idx=0), AllBlocksCleared()],
+        [BlockRemoved(block_hashes=[1, 2, 3], medium="CPU", group_idx=None), AllBlocksCleared()],
+        [AllBlocksCleared(), BlockRemoved(block_hashes=[3, 2, 1], medium="CPU", group_idx=0)],
+        None,
+    ],
+)
+def test_events_example_view_keeps_nothing_of_blocks_that_are_gone(end):
+    """A router keeps a view for each engine, for as long as it runs."""
+    view = example().View()
+    view.hear(0, batch(stored([1, 2, 3]), stored([1, 2, 3], medium="GPU"), stored([2, 3], group=1, medium="GPU")))
+    tokens = [1, 1, 2, 2, 3, 3]
+    if end is None:
+        view.hear(5, batch())  # a gap
+    else:
+        view.hear(1, batch(end[0]))
+        assert sum(view.prefix(tokens, 2).values()) == 6, "they are in one tier still"
+        view.hear(2, batch(end[1]))
+    assert not any(view.blocks.values()) and not view._after and not view._keys
+    view.hear(view._sequence + 1, batch(stored([1, 2, 3])))
+    assert view.prefix(tokens, 2)["CPU"] == 6
+
+
 @pytest.mark.skipif("locality" not in BlockStored.__struct_fields__, reason="this vLLM does not say where storage is")
 def test_events_example_view_separates_remote_storage():
     view = example().View()
