@@ -14,6 +14,7 @@ from vllm_kvtier import codecs
 from vllm_kvtier.bench import copies, disk, pull
 from vllm_kvtier.bench.row import Row, rates, repeat
 from vllm_kvtier.cli.__main__ import app
+from vllm_kvtier.cli.bench import _ended_by_signals
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.plan.pays import from_bench
 from vllm_kvtier.worker.device.cuda_driver import CudaError
@@ -112,14 +113,31 @@ def test_bench_disk_folder_is_its_users_alone_and_stays_if_used(tmp_path, monkey
     assert modes == [0o700] and [each.name for each in (tmp_path / "there").iterdir()] == ["lock"]
 
 
-@pytest.mark.parametrize("begun", ["tier", "tier/slots"])
-def test_bench_disk_removes_its_files_when_it_is_terminated(tmp_path, begun):
+@pytest.mark.parametrize(
+    ("begun", "number"), [("tier", signal.SIGTERM), ("tier/slots", signal.SIGTERM), ("tier/slots", signal.SIGHUP)]
+)
+def test_bench_disk_removes_its_files_when_it_is_terminated(tmp_path, begun, number):
     command = [sys.executable, "-m", "vllm_kvtier.cli.__main__", "bench", "disk", "--seconds", "60", "--disk-mib", "64"]
     process = subprocess.Popen([*command, "--disk", tmp_path / "there"], stderr=subprocess.DEVNULL)
     eventually(lambda: list(tmp_path.glob(f"there/*/{begun}")), 60)
-    process.terminate()
-    assert process.wait(60) == 128 + signal.SIGTERM
+    for _ in range(2):  # as at the end of a terminal, by the kernel and by the shell
+        process.send_signal(number)
+    assert process.wait(60) == 128 + number
     assert list(tmp_path.iterdir()) == []
+
+
+def test_bench_keeps_what_ignores_hangups():
+    """nohup kvtier bench."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with _ended_by_signals():
+            signal.raise_signal(signal.SIGHUP)
+            with pytest.raises(SystemExit):
+                signal.raise_signal(signal.SIGTERM)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_bench_disk_unusable_path_fails_with_cause(tmp_path):

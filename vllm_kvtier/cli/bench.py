@@ -1,11 +1,13 @@
 """``kvtier bench``: this machine's bandwidth of copies, codecs, disk and pulls, beside its limits."""
 
+import contextlib
 import json
 import os
 import platform
 import signal
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -55,8 +57,7 @@ def bench(
     errors = inputs.error_console()
     folder = disk or Path(tempfile.gettempdir())
     rows, failed = [], {}
-    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # files are removed
-    try:
+    with _ended_by_signals():
         for name in wanted:
             with errors.status(f"{name} ..."):
                 try:
@@ -65,8 +66,6 @@ def bench(
                     failed[name] = str(error)
                 except (RuntimeError, OSError) as error:  # of a driver, of torch
                     failed[name] = f"{type(error).__name__}: {error}"
-    finally:
-        signal.signal(signal.SIGTERM, before)
     for name, reason in failed.items():
         errors.print(f"{name}: {reason}", markup=False)
     about = _about(device)
@@ -80,6 +79,26 @@ def bench(
     else:
         _show(rows, about, Console())
     raise typer.Exit(int(not rows))
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """SIGTERM, and SIGHUP unless it is ignored (nohup), end the command as an exception: files are removed."""
+    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGHUP)}
+    handled = {each: handler for each, handler in before.items() if handler is not signal.SIG_IGN}
+
+    def end(number: int, _) -> None:
+        for each in handled:
+            signal.signal(each, signal.SIG_IGN)  # the end of a terminal sends two
+        sys.exit(128 + number)
+
+    for each in handled:
+        signal.signal(each, end)
+    try:
+        yield
+    finally:
+        for each, handler in handled.items():
+            signal.signal(each, handler)
 
 
 def _measure(name: str, seconds: float, folder: Path, nbytes: int, device: str, backends: list[str]) -> list:
