@@ -20,7 +20,7 @@ from vllm_kvtier.cli import proxy as proxy_command
 from vllm_kvtier.cli.__main__ import app as kvtier
 from vllm_kvtier.errors import ConfigError
 from vllm_kvtier.proxy.config import EngineAddress, ProxyConfig
-from vllm_kvtier.proxy.config_file import ServerOptions, load_settings
+from vllm_kvtier.proxy.config_file import ServerOptions, Settings, keys_warning, load_settings
 from vllm_kvtier.proxy.kv_events.index import BLOCK_BYTES
 from vllm_kvtier.store.memory.memory_limits import MemoryLimits
 
@@ -158,6 +158,27 @@ def test_proxy_warns_of_a_policy_of_kv_events_without_events():
     assert "no engine has events" in proxy_command.kv_events_warning(config)
 
 
+KEYED = EngineAddress("http://d:1", api_key_file="engine.key")
+
+
+@pytest.mark.parametrize(
+    ("engines", "options", "server", "warns"),
+    [
+        ({"decode": (KEYED,)}, {}, {}, True),
+        ({"decode": (EngineAddress("http://d:2"),), "pooling": (KEYED,)}, {}, {}, True),
+        ({"decode": (EngineAddress("http://d:2"),)}, {}, {}, False),
+        ({"decode": (KEYED,)}, {"admin_key_file": "admin.key"}, {}, True),
+        ({"decode": (KEYED,)}, {"api_keys_file": "clients.keys"}, {}, False),
+        ({"decode": (KEYED,)}, {"trust_tenant_header": True}, {}, False),
+        ({"decode": (KEYED,)}, {}, {"tls_cert_file": "c", "tls_key_file": "k"}, True),
+        ({"decode": (KEYED,)}, {}, {"tls_cert_file": "c", "tls_key_file": "k", "tls_client_ca_file": "ca"}, False),
+    ],
+)
+def test_proxy_warns_if_engines_have_keys_and_clients_need_none(engines, options, server, warns):
+    warning = keys_warning(Settings(ServerOptions(**server), ProxyConfig(**engines, **options)))
+    assert ("http://d:1 has api_key_file, and no client is checked" in warning) == bool(warning) == warns
+
+
 def test_proxy_options_have_documented_flags():
     shown = CliRunner().invoke(kvtier, ["proxy", "--help"], env={"COLUMNS": "300", "TERM": "dumb"}).output
     for kind in (ProxyConfig, ServerOptions):
@@ -248,6 +269,19 @@ async def test_running_proxy_reloads_engine_list(tmp_path, engines, how):
         proxy.process.send_signal(signal.SIGHUP)
         await proxy.until("the old configuration stays")
         assert await proxy.chat("c") == "D1"
+
+
+async def test_running_proxy_warns_of_unchecked_clients_at_start_and_reload(tmp_path, engines):
+    (tmp_path / "engine.key").write_text("engine-key-0123456789")
+    proxy = Process(tmp_path)
+    entry = {"role": "decode", "url": engines[0].url, "api_key_file": "engine.key"}
+    proxy.write(text=json.dumps({"engines": [entry]}))
+    async with proxy:
+        count = lambda: "".join(proxy.lines).count("no client is checked")  # noqa: E731
+        assert count() == 1
+        proxy.write(text=json.dumps({"engines": [entry], "queue_limit": 7}))
+        await proxy.until("yaml reloaded")
+        assert count() == 2
 
 
 async def test_files_are_watched_after_any_error(tmp_path, engines):

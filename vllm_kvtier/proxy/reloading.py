@@ -13,9 +13,14 @@ from pathlib import Path
 from vllm_kvtier.errors import ConfigError
 from vllm_kvtier.logs import get_logger
 from vllm_kvtier.proxy.app import ProxyApp
-from vllm_kvtier.proxy.config_file import Settings, watched_files
+from vllm_kvtier.proxy.config_file import Settings, keys_warning, watched_files
 
 logger = get_logger(__name__)
+
+
+def warn_of_keys(settings: Settings) -> None:
+    if warning := keys_warning(settings):
+        logger.warning("kvtier: proxy: %s", warning)
 
 
 class Reloader:
@@ -59,6 +64,7 @@ class Reloader:
             self._on_settings(settings)
             self._app.core.apply(settings.proxy)
             self._settings = settings
+            warn_of_keys(settings)
             logger.info("kvtier: proxy: configuration %s reloaded", self._path)
 
     async def stop(self) -> None:

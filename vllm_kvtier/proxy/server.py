@@ -16,7 +16,7 @@ from vllm_kvtier.proxy import logs
 from vllm_kvtier.proxy.app import ProxyApp, create_app
 from vllm_kvtier.proxy.config_file import Settings
 from vllm_kvtier.proxy.core import check_secrets
-from vllm_kvtier.proxy.reloading import Reloader
+from vllm_kvtier.proxy.reloading import Reloader, warn_of_keys
 from vllm_kvtier.proxy.routes.connections import BoundedProtocol
 
 logger = get_logger(__name__)
@@ -66,6 +66,7 @@ def serve(settings: Settings, path: str | None, load: Callable[[], Settings]) ->
     _raise_descriptor_limit()
     logs.install(settings.server.log_level)
     options = settings.server
+    warn_of_keys(settings)
     app = create_app(settings.proxy)
     config = uvicorn.Config(
         app,
