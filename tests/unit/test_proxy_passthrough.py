@@ -1,14 +1,20 @@
 """Tokens in and out with prefill and decode engines, and the routes that are forwarded to one engine."""
 
 import asyncio
+import importlib.util
+import itertools
 import json
+import re
+from pathlib import Path
 
 import pytest
 from proxy_fakes import Cluster, events, text_of
 
 from vllm_kvtier.proxy.engines.engine import Engine, EngineSlot
 from vllm_kvtier.proxy.messages.buffers import Held
+from vllm_kvtier.proxy.routes import passthrough
 
+JSON_UTF8 = "application/json ; charset=utf-8"
 GENERATE = "/inference/v1/generate"
 
 
@@ -146,10 +152,15 @@ async def test_passthrough_salts_requests_by_tenant():
         assert c.d[0].seen[0].body["cache_salt"] == two["cache_salt"]
 
 
-@pytest.mark.parametrize("given", ["Application/JSON", "application/json ; charset=utf-8", "text/plain", None])
-@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages", "/custom"])
+@pytest.mark.parametrize(
+    ("path", "given"),
+    [
+        *itertools.product(("/v1/responses", "/v1/messages", "/custom"), ("Application/JSON", JSON_UTF8)),
+        *(("/custom", given) for given in ("text/plain", None)),
+    ],
+)
 async def test_passthrough_salts_whatever_the_content_type_says(path, given):
-    """vLLM compares it without regard to case, and FastAPI takes a body without one for JSON."""
+    """vLLM compares it without regard to case, and older releases of FastAPI take a body without one for JSON."""
     aim = {"do_remote_prefill": True, "remote_host": "victim"}
     async with Cluster(extra_routes=("/custom",)) as c:
         body = json.dumps({"input": "x", "messages": [], "kv_transfer_params": aim}).encode()
@@ -157,7 +168,39 @@ async def test_passthrough_salts_whatever_the_content_type_says(path, given):
         assert (await c.client.post(path, content=body, headers=headers)).status_code == 200
         (seen,) = c.d[0].passed
         sent = seen.body if isinstance(seen.body, bytes) else json.dumps(seen.body).encode()
-        assert b"victim" not in sent and b"cache_salt" in sent
+        assert b"victim" not in sent and b"cache_salt" in sent and seen.headers.get("content-type") == given
+
+
+@pytest.mark.parametrize("path", sorted(passthrough._JSON))
+async def test_passed_routes_of_json_refuse_what_browsers_send_for_any_page(path):
+    """Without asking first (CORS). vLLM refuses it with 400, too."""
+    async with Cluster() as c:
+        for given in ("text/plain", "multipart/form-data", "", None):
+            headers = {"Origin": "https://evil.example"} | ({} if given is None else {"Content-Type": given})
+            reply = await c.client.post(path, content=b'{"input": "x", "messages": []}', headers=headers)
+            error = reply.json().get("error", {})
+            assert reply.status_code == error.get("code") == 400, reply.text
+            assert "Only 'application/json' is allowed" in error["message"]
+        assert not c.core.state()["counts"].get("passed_on")
+
+
+async def test_large_body_without_a_type_is_forwarded_without_one():
+    async with Cluster(extra_routes=("/custom",)) as c:
+        body = json.dumps({"rows": "x" * (2 << 20)}).encode()
+        assert (await c.client.post("/custom", content=body)).status_code == 200
+        assert "content-type" not in c.d[0].passed[0].headers and len(c.d[0].passed[0].body) > len(body)
+
+
+def test_routes_of_json_are_those_of_vllm():
+    """Those that depend on ``validate_json_request`` there; a few are of other releases only."""
+    root = Path(importlib.util.find_spec("vllm").origin).parent / "entrypoints"
+    checked, others = set(), set()
+    for file in root.rglob("*router.py"):
+        for options in re.findall(r'@\w+\.post\((.*?)\n\s*async def ', file.read_text(), re.DOTALL):
+            path = re.search(r'"(/[^"]*)"', options)[1]
+            (checked if "validate_json_request" in options else others).add(path)
+    assert passthrough._JSON & checked > {"/v1/messages", "/v1/responses", "/v1/embeddings", "/tokenize"}
+    assert not passthrough._JSON & others and others > set(passthrough._AUDIO)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +224,7 @@ async def test_media_that_tenants_name_alike_are_kept_apart(path):
 async def test_passthrough_json_of_too_many_values_is_refused(name):
     async with Cluster() as c:
         body = b'{"input": "x", "%s": [%s1]}' % (name.encode(), b"[]," * (1 << 20))
-        reply = await c.client.post("/v1/responses", content=body)
+        reply = await c.client.post("/v1/responses", content=body, headers={"content-type": "application/json"})
         assert reply.status_code == 413 and reply.json()["error"]["param"] == name and not c.d[0].passed
 
 
@@ -193,7 +236,7 @@ async def test_bodies_in_all_encodings_of_json_are_salted(path, encoding):
     async with Cluster(extra_routes=("/custom",)) as c:
         given = {"input": "x", "prompt": "x", "kv_transfer_params": aim}
         body = json.dumps(given).encode(encoding)
-        content_type = "application/json" if path == "/v1/completions" else "text/plain"
+        content_type = "text/plain" if path == "/custom" else "application/json"
         reply = await c.client.post(path, content=body, headers={"content-type": content_type})
         assert reply.status_code == 200
         (seen,) = c.d[0].passed or c.d[0].seen

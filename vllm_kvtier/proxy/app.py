@@ -25,7 +25,7 @@ from vllm_kvtier.proxy.messages.request_bodies import ClientRequest, Route
 from vllm_kvtier.proxy.routes import admin
 from vllm_kvtier.proxy.routes.client_answer import JSON, Answer, refusal
 from vllm_kvtier.proxy.routes.following import FollowingGeneration
-from vllm_kvtier.proxy.routes.passthrough import Passthrough, find_passthrough
+from vllm_kvtier.proxy.routes.passthrough import Passthrough, find_passthrough, takes_json
 from vllm_kvtier.proxy.routes.query import answer_query
 from vllm_kvtier.proxy.routes.serving import CLOSING, QUIET_ROUTES, Receive, Send, Serving, Work
 
@@ -113,7 +113,8 @@ class ProxyApp:
             return path, _only(incoming, ("POST",)) or partial(self._query, incoming, tenant)
         if (rule := find_passthrough(path, core.config.extra_routes)) is not None:
             name = "/v1/responses/{id}" if path.startswith("/v1/responses/resp_") else path
-            return name, _only(incoming, rule.methods) or partial(self._forward, incoming, rule, tenant, owner)
+            refused = _only(incoming, rule.methods) or (_only_json(incoming) if takes_json(path) else None)
+            return name, refused or partial(self._forward, incoming, rule, tenant, owner)
         return "unknown", refusal(404, f"{method} {path}: Not Found.", "invalid_request_error", CLOSING)
 
     async def _generate(self, incoming: Incoming, route: Route, tenant: bytes, owner, body: bytes, trace) -> Answer:

@@ -170,8 +170,6 @@ class Engine:
             headers["authorization"] = self._authorization
         elif not self._forwards_keys:
             headers.pop("authorization", None)
-        if body is not None:
-            headers.setdefault("content-type", "application/json")
         began = time.monotonic()
         try:
             reply = await self._http.ask(method, path, body, headers, timeout, repeatable)

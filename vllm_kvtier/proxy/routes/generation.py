@@ -90,7 +90,7 @@ class Generation(EngineRequest):
         super().__init__(core, incoming, tenant, trace)
         self._request = request
         request.rename_media(partial(core.tenants.media_name, tenant))
-        self._headers = incoming.for_engines()
+        self._headers = incoming.for_engines() | JSON
         self._name = name_conversation(core.tenants, tenant, request)
         entry = self._name.entry  # of the name, all that is kept while the answer is streamed
         self._turn = Name(() if entry is None else (entry,), entry, self._name.explicit)

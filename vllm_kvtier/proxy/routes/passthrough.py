@@ -103,6 +103,11 @@ def find_passthrough(path: str, extra: tuple[str, ...]) -> PassthroughRoute | No
     return PassthroughRoute(("GET", "POST"), "decode", salted=True, idempotent=False) if path in extra else None
 
 
+def takes_json(path: str) -> bool:
+    """Whether vLLM's route takes nothing but JSON, and asks for its content type."""
+    return path in _JSON
+
+
 class Passthrough(EngineRequest):
     """Runs one forwarded request."""
 

@@ -97,7 +97,7 @@ class Query:
         """``incoming``: its headers are sent to the engine that tokenizes."""
         self._core = core
         self._request = request
-        self._headers, self._held = incoming.for_engines(), incoming.answer_held
+        self._headers, self._held = incoming.for_engines() | JSON, incoming.answer_held
         self._salt = core.tenants.salt(tenant, request.client_salt)
         self._seconds = core.config.query_timeout
 
