@@ -114,7 +114,8 @@ class FakeEngine:
     vLLM 0.33 does. ``kv_port``: of a real endpoint that its params name; otherwise they name none.
     ``tokenize_status``, ``tokenize_hold``: as the first two, for /tokenize, whose tokens are the prompt's bytes.
     ``api_key``: the bearer token that all routes but /health require. ``passed``: requests by routes that do not
-    generate. ``stream_error``: status of the error that is all of a stream, but for the role in a chat.
+    generate. ``breaks``: it breaks off streams behind their chunks. ``stream_error``: status of the error that is all
+    of a stream, but for the role in a chat.
     ``late_error``: the last event of streams, which then wait for ``error_gate`` to end. ``ends``: it is shut down with
     --shutdown-timeout, and aborts new requests.
     """
@@ -140,6 +141,7 @@ class FakeEngine:
         self.tokenize_hold: asyncio.Event | None = None
         self.tokenized: list[dict[str, Any]] = []
         self.api_key: str | None = None
+        self.breaks = False
         self.stream_error: int | None = None
         self.late_error = ""
         self.error_gate: asyncio.Event | None = None
@@ -329,6 +331,8 @@ class FakeEngine:
                 elif self.null_params:
                     chunk["kv_transfer_params"] = None
                 yield f"data: {json.dumps(chunk, separators=(',', ':'))}\n\n"
+            if self.breaks:
+                raise ConnectionAbortedError(f"{self.name} breaks off, as a test wants it")
             if self.stream_error:
                 if "messages" in seen.body:
                     yield 'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n'

@@ -2,8 +2,8 @@
 
 An engine that fails is unavailable for a backoff time, which doubles with each failure, and then until a health probe
 succeeds. Only a successful request resets the failure count, so that an engine whose probes succeed while its requests
-fail is used less and less. Healthy engines are not probed, but after an answer of 5xx, and when a client leaves that
-has waited for longer than ``probe_timeout``.
+fail is used less and less. Healthy engines are not probed, but after an answer of 5xx or one that ends early, and when
+a client leaves that has waited for longer than ``probe_timeout``.
 """
 
 import asyncio
@@ -192,6 +192,15 @@ class Engine:
         else:
             self._reinstate()
 
+    def failed(self, failure: EngineFailure) -> None:
+        """A request failed here. An answer that ends early may be the request's fault (vLLM breaks off streams of
+        /v1/responses that ask for what it does not have), so a probe decides: a process that has died refuses it. Of an
+        engine that is unavailable already, it tells that it may have restarted since."""
+        if failure.began and self.healthy:
+            self.check()
+        else:
+            self.mark_unavailable(str(failure), may_have_restarted=not failure.lives)
+
     def mark_unavailable(self, reason: str, *, may_have_restarted: bool = True) -> None:
         """Do not use this engine until a probe succeeds. ``may_have_restarted``: its cache may be gone."""
         if may_have_restarted:
@@ -258,7 +267,7 @@ class Engine:
         self.mark_unavailable(reason, may_have_restarted=False)
 
     def check(self) -> None:
-        """Probe it: its last answer was an error, its own or the request's."""
+        """Probe it: its last answer was an error or ended early, by its own fault or the request's."""
         if self.healthy and not self.leaving and self._prober is None:
             self._prober = asyncio.create_task(self._check(), name=f"probe {self.role} {self.index}")
 

@@ -39,13 +39,17 @@ class EngineFailure(KVTierError):
 
     ``unreached``: no connection was made, so that the engine cannot have started the request. ``lives``: it answered,
     and has not restarted. ``late``: a time limit of the proxy's for its answer has passed, and nothing else.
+    ``began``: it ended its answer after the headers and before the end.
     """
 
-    def __init__(self, message: str, *, unreached: bool = False, lives: bool = False, late: bool = False):
+    def __init__(
+        self, message: str, *, unreached: bool = False, lives: bool = False, late: bool = False, began: bool = False
+    ):
         super().__init__(message)
         self.unreached = unreached
         self.lives = lives
         self.late = late
+        self.began = began
 
 
 class AnswerTooLarge(EngineFailure):
@@ -275,7 +279,8 @@ class engine_errors:
                 raise AnswersFull(f"{self._engine} cannot be reached: {reason}", unreached=True) from error
             raise EngineFailure(f"{self._engine} refused the connection ({reason}).", unreached=True) from error
         if isinstance(error, aiohttp.ClientError):
-            raise EngineFailure(f"{self._engine} broke off ({type(error).__name__}: {error}).") from error
+            began = isinstance(error, aiohttp.ClientPayloadError)
+            raise EngineFailure(f"{self._engine} broke off ({type(error).__name__}: {error}).", began=began) from error
         if isinstance(error, TimeoutError | asyncio.TimeoutError):
             raise EngineFailure(f"{self._engine} {self._when_late}.", late=True) from error
         if isinstance(error, OSError):

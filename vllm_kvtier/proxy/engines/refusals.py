@@ -7,8 +7,9 @@ Engines of a role may differ in their models, adapters, routes, parsers and leng
 * 403: likewise, but the engine is only known to lack it when another one has served the request. vLLM from 0.32 on
   answers so on paths that it is not started with, a gateway perhaps to one client.
 * 429, 503: this engine is full. The request waits for, or takes, a slot at another engine.
-* Any other 5xx: another engine is tried. If that serves the request, this one has made an error (``Engine.refused``),
-  else it is probed: it may be the request (vLLM answers 500 if it cannot fetch a picture).
+* Any other 5xx, or an answer that breaks off before the client has any of it: another engine is tried. If that serves
+  the request, this one has made an error (``Engine.refused``), else it is probed: it may be the request (vLLM answers
+  500 if it cannot fetch a picture).
 * Any other 4xx: the request may be at fault. Only a prefill is tried at another engine.
 
 An engine that is unavailable is tried only while no other one has answered: it may hang.

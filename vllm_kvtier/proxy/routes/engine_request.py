@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable, Iterable
 
 from vllm_kvtier.logs import get_logger
 from vllm_kvtier.proxy.core import ProxyCore
-from vllm_kvtier.proxy.engines.engine import AnswersFull, AnswerTooLarge, Engine, EngineSlot, Reply
+from vllm_kvtier.proxy.engines.engine import AnswersFull, AnswerTooLarge, Engine, EngineFailure, EngineSlot, Reply
 from vllm_kvtier.proxy.engines.refusals import FULL, LACKS, LACKS_AT_ONCE, Wants
 from vllm_kvtier.proxy.messages.incoming_request import Incoming
 from vllm_kvtier.proxy.routes.client_answer import Answer, memory_full, refusal, unavailable
@@ -113,6 +113,12 @@ class EngineRequest:
                 slot.move(engine, slot.tokens)
                 return engine
         return None
+
+    def _failed(self, engine: Engine, failure: EngineFailure) -> None:
+        """It failed before the client had a byte."""
+        engine.failed(failure)
+        if failure.began:
+            self._refusals.add(engine, 502)  # if another engine serves the request, it was not at fault
 
     def _refused(self, engine: Engine, status: int) -> None:
         """It refused what another may serve."""

@@ -17,8 +17,9 @@ Failures and their handling:
 * The answer exceeds ``max_body_bytes``, or its first event ``max_event_bytes``: 502. Another engine's would be as large
   too, and none becomes unavailable: a client could ask for such answers again and again. If ``max_buffered_bytes`` is
   used up: 503. Of a prefill engine's answer, that means that its export is not known, and the decode engine computes.
-* The decode engine fails later, or ends its stream before ``[DONE]``: the stream ends with an error event. If that is
-  the engine's own, the engine is probed: its core process may have died, or the error is this request's.
+* The decode engine fails later, or ends its stream before ``[DONE]``: the stream ends with an error event.
+* An engine breaks off an answer after its headers, or ends a stream with an error of its own: it is probed. Its process
+  may have died, or the fault is this request's.
 * An engine whose core process dies, or is shut down, ends streams that it has not begun with 200 and an error event: as
   if it had answered 5xx. One that is shut down with --shutdown-timeout answers new prompts of token ids with 200, no
   token and the finish_reason "abort", and so does one that is paused: as if it had failed, but its cache remains.
@@ -219,7 +220,7 @@ class Generation(EngineRequest):
             if failure.late and deadline - began < _ALMOST_ALL * self._config.prefill_timeout:
                 engine.check()  # others had the rest of the time
             else:
-                engine.mark_unavailable(str(failure), may_have_restarted=not failure.lives)
+                self._failed(engine, failure)
             return Prefill.FAILED if failure.unreached or failure.lives else Prefill.LOST
         if reply.status != 200:
             self._core.count("prefill_declined" if reply.status < 500 else "prefill_failures")
@@ -295,7 +296,7 @@ class Generation(EngineRequest):
             self._refused(engine, failure.answer.status)
             return False, failure.answer
         except EngineFailure as failure:
-            engine.mark_unavailable(str(failure), may_have_restarted=not failure.lives)
+            self._failed(engine, failure)
             return False, None
         if may_be_served_elsewhere(reply.status):
             self._refused(engine, reply.status)
@@ -356,7 +357,7 @@ class Generation(EngineRequest):
         except sse.EventTooLarge as error:
             raise AnswerTooLarge(f"{reply.engine}: {error}.") from error
         if not events:
-            raise EngineFailure(f"{reply.engine} ended a stream before its first event.")
+            raise EngineFailure(f"{reply.engine} ended a stream before its first event.", began=True)
         if error := response_rewriter.find_server_error(events):
             raise StreamRefused(reply.engine, *error)
         for event in events.split(b"\n\n"):
@@ -377,12 +378,12 @@ class Generation(EngineRequest):
                             self._note_error(reply, answer)
                         yield events
             if not rewriter.done:
-                raise EngineFailure(f"{reply.engine} ended a stream before its end.")
+                raise EngineFailure(f"{reply.engine} ended a stream before its end.", began=True)
             if rest := rewriter.close():
                 yield rest
         except (EngineFailure, sse.EventTooLarge) as failure:
             if isinstance(failure, EngineFailure) and not isinstance(failure, AnswerTooLarge):
-                reply.engine.mark_unavailable(str(failure))
+                reply.engine.failed(failure)
             if rewriter.done:
                 return  # the client has the whole answer
             self._note_broken(answer, failure)

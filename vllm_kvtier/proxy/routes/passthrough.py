@@ -256,7 +256,7 @@ class Passthrough(EngineRequest):
             except AnswerTooLarge as failure:
                 return self._answer_too_large(failure, self._idempotent or failure.unreached)
             except EngineFailure as failure:
-                engine.mark_unavailable(str(failure), may_have_restarted=not failure.lives)
+                self._failed(engine, failure)
                 if not (self._idempotent or failure.unreached):
                     message = "The engine failed; it is not known whether it executed the request."
                     return refusal(502, message, "upstream_error")
@@ -318,7 +318,7 @@ class Passthrough(EngineRequest):
                     end = (end + data)[-_MAX_ERROR_BYTES:]
                     yield data
         except EngineFailure as failure:
-            reply.engine.mark_unavailable(str(failure))
+            reply.engine.failed(failure)
             self._note_broken(answer, failure)
             if not is_stream(reply):
                 raise AnswerBroken from failure
