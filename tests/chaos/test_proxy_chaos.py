@@ -272,8 +272,20 @@ async def test_stream_that_is_only_an_error_is_retried(body):
         c.d[1].stream_error = None
         for _ in range(3):
             assert text_of((await ask()).content) == "".join(c.d[1].text(body, i) for i in range(4))
+
+
+@pytest.mark.parametrize("body", [turn("u1"), {"prompt": "u1"}], ids=["chat", "completion"])
+async def test_stream_that_is_only_a_refusal_is_refused(body):
+    """vLLM has answered 200 when it finds out. Another engine would say the same, and this one computes nothing."""
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    async with Cluster(p=0, d=2) as c:
         c.d[0].stream_error = c.d[1].stream_error = 400
-        assert events((await ask()).content)[-2]["error"]["code"] == 400, "another engine would say the same"
+        reply = await within(5, c.client.post(path, json=body | {"model": "m", "stream": True}))
+        assert reply.status_code == 400 and reply.json()["error"]["message"] == "it died"
+        assert sum(len(d.seen) for d in c.d) == 1 and all(engine.healthy for engine in c.core.decode)
+        assert not len(c.core.routes) and not len(c.core.prefixes)
+        metrics = (await c.client.get("/metrics")).text
+        assert f'kvtier_proxy_requests_total{{outcome="refused",route="{path}"}} 1.0' in metrics
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])

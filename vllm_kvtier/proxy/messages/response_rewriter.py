@@ -118,14 +118,14 @@ def error_body(message: str, kind: str, status: int, param: str | None = None) -
     return msgspec.json.encode({"error": error})
 
 
-def find_server_error(events: bytes) -> tuple[int, bytes] | None:
-    """(status, JSON) of an error 5xx by which vLLM ends a stream; None if there is none."""
+def find_error(events: bytes, least: int = 500) -> tuple[int, bytes] | None:
+    """(status, JSON) of an error by which vLLM ends a stream, of status ``least`` or above; None if there is none."""
     if b'"error"' not in events:  # within a text, the quotes have backslashes
         return None
     for document in _DATA.findall(events):
         error = transfer_params.as_dict(document).get("error") if b'"error"' in document else None
         status = error.get("code") if isinstance(error, dict) else None
-        if isinstance(status, int) and 500 <= status < 600:
+        if isinstance(status, int) and least <= status < 600:
             return status, document
     return None
 
@@ -141,7 +141,7 @@ def ends_with_server_error(events: bytes, path: str) -> bool:
         deltas = (end.get("delta") for end in ends if end.get("type") == "message-end")
         if any(isinstance(delta, dict) and delta.get("finish_reason") == "ERROR" for delta in deltas):
             return True
-    return find_server_error(events) is not None
+    return find_error(events) is not None
 
 
 def is_refused_at_end(answer: bytes) -> bool:

@@ -293,6 +293,8 @@ class Generation(EngineRequest):
         except AnswerTooLarge as failure:
             return True, self._answer_too_large(failure)
         except StreamRefused as failure:
+            if not may_be_served_elsewhere(failure.answer.status):
+                return True, failure.answer
             self._refused(engine, failure.answer.status)
             return False, failure.answer
         except EngineFailure as failure:
@@ -358,7 +360,7 @@ class Generation(EngineRequest):
             raise AnswerTooLarge(f"{reply.engine}: {error}.") from error
         if not events:
             raise EngineFailure(f"{reply.engine} ended a stream before its first event.", began=True)
-        if error := response_rewriter.find_server_error(events):
+        if error := response_rewriter.find_error(events, 400):
             raise StreamRefused(reply.engine, *error)
         for event in events.split(b"\n\n"):
             if _ROLE not in event:
@@ -374,7 +376,7 @@ class Generation(EngineRequest):
             async with aclosing(reply.chunks(self._config.stream_idle_timeout)) as chunks:
                 async for data in chunks:
                     if events := self._feed(reply, rewriter, data):
-                        if response_rewriter.find_server_error(events):
+                        if response_rewriter.find_error(events):
                             self._note_error(reply, answer)
                         yield events
             if not rewriter.done:
