@@ -214,6 +214,30 @@ def test_disk_tier_restores_no_more_blocks_than_memory_is_free_for(monkeypatch):
     assert b.tier.counts().blocks == 6
 
 
+@pytest.mark.parametrize("written", [False, True], ids=["", "overwriting"])
+def test_disk_tier_cleared_blocks_do_not_come_back_behind_the_limit(monkeypatch, written):
+    """The tier process died before it had recorded the clear, and there was no memory at its next opening."""
+    monkeypatch.setattr(block_limit, "STEP", 4 * block_limit.BLOCK_BYTES)
+    free = [1 << 30]
+    b = Bench(up=False, free=lambda: free.pop() if free else 0)
+
+    def open_again():
+        b.tier_process.back_off("it died")
+        b.tier_process.start()
+        b.open(kept_of(1, 2, 3, 4, 5, 6), [NAMESPACE_SHAPE])
+
+    b.open(kept_of(1, 2, 3, 4, 5, 6), [NAMESPACE_SHAPE])
+    if written:
+        b.write(blocks_of(11), answer=False)  # where 5 is
+    b.tier.clear(None)
+    open_again()
+    assert b.tier.counts().blocks == 0
+    assert {9, 11} <= {position for message in b.tier_process.sent for position in message.gone}
+    free.append(1 << 30)
+    open_again()
+    assert b.tier.counts().blocks == 0
+
+
 @pytest.mark.parametrize("opening", [False, True])
 def test_disk_tier_clear_takes_blocks_that_it_had_no_memory_for(monkeypatch, opening):
     monkeypatch.setattr(block_limit, "STEP", 4 * block_limit.BLOCK_BYTES)

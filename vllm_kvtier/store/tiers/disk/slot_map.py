@@ -128,7 +128,11 @@ class SlotMap:
         end = max(0, len(kept.moves) - beyond)
         self._kept += kept.moves[:end]
         for move in kept.moves[end:]:
-            self._unlisted.extend((move.position, hash((move.namespace_id, move.group, move.hash))))
+            pair = move.position, hash((move.namespace_id, move.group, move.hash))
+            if pair in self._gone.banned:
+                self._gone.add_hashed(*pair)
+            else:
+                self._unlisted.extend(pair)
         for namespace_id in kept.namespaces:
             self._shapes[namespace_id.namespace_id] = namespace_id.hash_block_size, namespace_id.groups
 
@@ -316,22 +320,29 @@ class SlotMap:
         return self._clear_in_steps(namespace_id) if self.filled else iter(())
 
     def _clear_in_steps(self, namespace_id: bytes | None) -> Iterator[None]:
-        self._clear_unlisted()
-        return self._index.clear_in_steps(namespace_id, RESTORE_STEP)
+        yield from self._clear_unlisted()
+        yield from self._index.clear_in_steps(namespace_id, RESTORE_STEP)
 
     def clear(self, namespace_id: bytes | None) -> None:
         if self.filled:
-            self._clear_unlisted()
+            for _ in self._clear_unlisted():  # mostly none: ``clear_in_steps`` comes before
+                pass
             self._index.clear(namespace_id)
         else:
             self._do_later(lambda here: here._clear_in_steps(namespace_id))
 
-    def _clear_unlisted(self) -> None:
-        """Free the unlisted blocks, of all namespaces, but those that were overwritten since."""
-        for position, name in _pairs(self._unlisted):
-            if not self._index.is_taken(position):
-                self._gone.add_hashed(position, name)
-        self._unlisted = array("q")
+    def _clear_unlisted(self) -> Iterator[None]:
+        """Free the unlisted blocks, of all namespaces, in steps. Where another block is being written, or was, the tier
+        process removes the old one by itself; but it may end before."""
+        while self._unlisted:
+            some = self._unlisted[-2 * RESTORE_STEP :]
+            del self._unlisted[-2 * RESTORE_STEP :]
+            for position, name in _pairs(some):
+                if self._index.is_taken(position):
+                    self._gone.banned.add((position, name))
+                else:
+                    self._gone.add_hashed(position, name)
+            yield
 
     def _do_later(self, remove: Callable[["SlotMap"], Iterable[object]]) -> None:
         """So many removals are replaced by that of all blocks: the tier may never open. The first may be going on."""

@@ -26,7 +26,7 @@ from vllm_kvtier.wire.reactor import Timer
 
 logger = get_logger(__name__)
 
-MAX_CONNECTIONS = 1024  # of 64 nodes: their stores, and ranks without a store
+MAX_CONNECTIONS = 1024  # of other nodes' stores
 MAX_LEASES = 2048  # per connection: one that waits for a promotion here keeps what it has found
 CHECK_SECONDS = 1.0  # between two checks for silent connections
 
