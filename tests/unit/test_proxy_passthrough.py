@@ -191,6 +191,15 @@ async def test_large_body_without_a_type_is_forwarded_without_one():
         assert "content-type" not in c.d[0].passed[0].headers and len(c.d[0].passed[0].body) > len(body)
 
 
+@pytest.mark.parametrize("content_type", ["application/json", "text/plain", None])
+@pytest.mark.parametrize("body", [b"", b"plain", b"[1]"])
+async def test_extra_routes_take_what_is_no_object(body, content_type):
+    """As vLLM's own for operators, which have no body: /reset_prefix_cache, /sleep."""
+    async with Cluster(extra_routes=("/custom",)) as c:
+        headers = {} if content_type is None else {"content-type": content_type}
+        assert (await c.client.post("/custom", content=body, headers=headers)).status_code == 200
+
+
 def test_routes_of_json_are_those_of_vllm():
     """Those that depend on ``validate_json_request`` there; a few are of other releases only."""
     root = Path(importlib.util.find_spec("vllm").origin).parent / "entrypoints"

@@ -103,6 +103,13 @@ def find_passthrough(path: str, extra: tuple[str, ...]) -> PassthroughRoute | No
     return PassthroughRoute(("GET", "POST"), "decode", salted=True, idempotent=False) if path in extra else None
 
 
+def _is_object(body: bytes) -> bool:
+    try:
+        return as_utf8(body).lstrip().startswith(b"{")
+    except UnicodeError:
+        return False
+
+
 def takes_json(path: str) -> bool:
     """Whether vLLM's route takes nothing but JSON, and asks for its content type."""
     return path in _JSON
@@ -147,7 +154,7 @@ class Passthrough(EngineRequest):
         """
         if self._incoming.path in _AUDIO:
             self._refusals.wants = self._incoming.path, find_form_field(body, "model")[:MAX_NAME]
-        if self._incoming.path not in _JSON and not (self._rule.salted and self._is_json(body)):
+        if self._incoming.path not in _JSON and not (self._rule.salted and _is_object(body)):
             return body
         fields = read_object(body)
         if self._incoming.path in _JSON and read_field(fields, "previous_response_id") is None:
@@ -165,15 +172,6 @@ class Passthrough(EngineRequest):
             raise BadRequest("cache_salt must be a non-empty string if given.", param="cache_salt")
         self._idempotent |= self._incoming.path == "/v1/responses" and fields.get("store") == msgspec.Raw(b"false")
         return msgspec.json.encode(fields | {"cache_salt": self._core.tenants.salt(self._tenant, salt)})
-
-    def _is_json(self, body: bytes) -> bool:
-        content_type = self._headers.get("content-type", "json").partition(";")[0].strip().lower()
-        if content_type.endswith("json"):
-            return True
-        try:
-            return as_utf8(body).lstrip().startswith(b"{")
-        except UnicodeError:
-            return False
 
     # -- which engine ----------------------------------------------------------------------------------------------
 
