@@ -251,7 +251,7 @@ class FakeEngine:
         @app.post("/custom")
         async def passed(request: Request):
             raw = await request.body()
-            is_json = request.headers.get("content-type") == "application/json"
+            is_json = request.headers.get("content-type") == "application/json" and raw.startswith(b"{")
             seen = Seen(request.url.path, json.loads(raw) if is_json else raw, dict(request.headers))
             self.passed.append(seen)
             if self.hold is not None and not await self._held(request, seen):
