@@ -56,8 +56,11 @@ async def test_proxy_tls_reload_uses_renewed_certificates(tmp_path):
         c.core.apply(config)
         assert (await c.chat("u1")).status_code == 503
         (tmp_path / "trusted.pem").write_bytes(open(authority.ca_file, "rb").read())
+        engine = c.core.decode[0]
         c.core.apply(config)
+        await c.until(lambda: engine.healthy)
         assert (await c.chat("u1")).status_code == 200
+        assert c.core.decode[0] is engine, "so that its conversations stay"
         # What an operator has drained stays so.
         await c.client.post("/kvtier/drain", json={"engine": c.d[0].url})
         os.utime(tmp_path / "trusted.pem", (1, 1))
@@ -65,6 +68,11 @@ async def test_proxy_tls_reload_uses_renewed_certificates(tmp_path):
         assert (await c.chat("u1")).status_code == 503 and len(c.d[0].seen) == 1
         await c.client.post("/kvtier/resume", json={"engine": c.d[0].url})
         assert (await c.chat("u1")).status_code == 200
+        assert c.core.decode[0] is engine and c.core.ready and len(c.core.routes) == 1
+        # New connections are made with what the files have now.
+        (tmp_path / "trusted.pem").write_bytes(open(Authority(tmp_path / "other").ca_file, "rb").read())
+        c.core.apply(config)
+        assert (await c.chat("u1")).status_code == 503 and len(c.d[0].seen) == 2
 
 
 async def test_proxy_serves_https(tmp_path):

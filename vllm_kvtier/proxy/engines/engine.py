@@ -86,9 +86,15 @@ class Engine:
         self.update(address, config)
 
     def update(self, address: EngineAddress, config: ProxyConfig) -> None:
-        """Take new options. Raises ConfigError, and changes nothing, if its key cannot be read."""
+        """Take new options. Raises ConfigError, and changes nothing, if its key or certificates cannot be used."""
         what = f"The API key for {address.url}"
         key = None if address.api_key_file is None else read_key(address.api_key_file, what)
+        if (renewed := certificates(address)) != self.certificates:
+            self._http.use_certificates(address)
+            self.certificates = renewed
+            if not self.healthy and not self.leaving:  # it lacked these, perhaps
+                self.failures = 1
+                self._probe_soon()
         self.address = address
         self.weight = address.weight
         self.limit = config.engine_requests if address.max_requests is None else address.max_requests
@@ -213,9 +219,12 @@ class Engine:
                 "kvtier: proxy: engine unavailable (%s); it gets no requests until a health probe succeeds",
                 reason.rstrip("."),
             )
-            self._end_probing()
-            self._prober = asyncio.create_task(self._probe_until_healthy(), name=f"probe {self.role} {self.index}")
+            self._probe_soon()
             self.on_change(self)
+
+    def _probe_soon(self) -> None:
+        self._end_probing()
+        self._prober = asyncio.create_task(self._probe_until_healthy(), name=f"probe {self.role} {self.index}")
 
     def _begin_anew(self) -> None:
         """Another process may answer from now on."""

@@ -120,9 +120,13 @@ class EngineHttp:
         self.connect_timeout = connect_timeout  # may be changed
         self._engine = engine
         self._url = address.url
-        self._tls = _tls(address)
+        self.use_certificates(address)
         self._session: aiohttp.ClientSession | None = None
         self._closed = False
+
+    def use_certificates(self, address: EngineAddress) -> None:
+        """For new connections, which all further requests open or share. Raises ConfigError."""
+        self._tls = _tls(address)
 
     async def ask(
         self, method: str, path: str, body: bytes | None, headers: dict[str, str], timeout: float, repeatable: bool
@@ -150,7 +154,7 @@ class EngineHttp:
     async def _ask_once(self, method: str, path: str, body: bytes | None, headers: dict[str, str]) -> Reply:
         data = io.BytesIO(body) if body is not None and len(body) > _MAX_PLAIN_BODY_BYTES else body
         response = await self._connected().request(
-            method, self._url + path, data=data, headers=headers, allow_redirects=False,
+            method, self._url + path, data=data, headers=headers, allow_redirects=False, ssl=self._tls,
             # No total timeout: answers may be large and slow, and their reads have deadlines.
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=self.connect_timeout),
         )  # fmt: skip
@@ -170,7 +174,6 @@ class EngineHttp:
                 connector=aiohttp.TCPConnector(
                     limit=0,
                     keepalive_timeout=_KEEPALIVE_SECONDS,
-                    ssl=self._tls,
                     socket_factory=_socket,
                     resolver=_Resolver(lambda: self.connect_timeout),
                 ),
@@ -237,7 +240,7 @@ def _tls(address: EngineAddress) -> ssl.SSLContext | bool:
 
 
 def certificates(address: EngineAddress) -> tuple:
-    """The certificate files and their times; a change requires new connections."""
+    """The certificate files and their times; with a change they are read again."""
     files = (address.ca_file, address.cert_file, address.key_file)
     # `_tls` reports a missing file.
     return tuple((name, Path(name).stat().st_mtime_ns if Path(name).exists() else 0) for name in files if name)

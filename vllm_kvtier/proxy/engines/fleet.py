@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from vllm_kvtier.logs import get_logger
 from vllm_kvtier.proxy.config import ROLES, EngineAddress, ProxyConfig
 from vllm_kvtier.proxy.engines.engine import Engine
-from vllm_kvtier.proxy.engines.engine_http import certificates
 from vllm_kvtier.proxy.engines.refusals import Wants
 
 logger = get_logger(__name__)
@@ -85,12 +84,11 @@ class Fleet:
         wanted = {}
         for address in addresses:
             engine = present.get(address.url)
-            if engine is not None and engine.certificates == certificates(address):
+            if engine is not None:
                 # Reads the files that `apply` reads again, so that `apply` does not fail half way.
                 Engine(role, -1, address, config)
             else:
-                before, engine = engine, Engine(role, self._next_index[role], address, config)
-                engine.drained = before is not None and before.drained  # with other certificates it is the same engine
+                engine = Engine(role, self._next_index[role], address, config)
                 self._next_index[role] += 1
             wanted[engine] = address
         return wanted
