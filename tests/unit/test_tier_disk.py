@@ -238,6 +238,25 @@ def test_disk_tier_cleared_blocks_do_not_come_back_behind_the_limit(monkeypatch,
     assert b.tier.counts().blocks == 0
 
 
+def test_disk_tier_clear_in_steps_ends_with_its_tier_process(monkeypatch):
+    """It went on, and removed blocks of the next tier process that were listed there."""
+    monkeypatch.setattr(block_limit, "STEP", 4 * block_limit.BLOCK_BYTES)
+    monkeypatch.setattr(slot_map, "RESTORE_STEP", 1)
+    free = [1 << 30]
+    b = Bench(up=False, free=lambda: free.pop() if free else 0)
+    b.open(kept_of(1, 2, 3, 4, 5, 6), [NAMESPACE_SHAPE])
+    steps = b.tier.clear_in_steps(OTHER)
+    next(steps)
+    b.tier_process.back_off("it died")
+    b.tier_process.start()
+    free.append(1 << 30)
+    b.open(kept_of(1, 2, 3, 4, 5, 6), [NAMESPACE_SHAPE])
+    list(steps)
+    b.tier.clear(OTHER)
+    assert b.tier.counts().blocks == 5
+    assert {position for message in b.tier_process.sent for position in message.gone} == {11}
+
+
 @pytest.mark.parametrize("opening", [False, True])
 def test_disk_tier_clear_takes_blocks_that_it_had_no_memory_for(monkeypatch, opening):
     monkeypatch.setattr(block_limit, "STEP", 4 * block_limit.BLOCK_BYTES)

@@ -178,6 +178,7 @@ class SlotMap:
 
     def dismantle(self) -> Iterator[None]:
         """Free the memory of all blocks, in steps: its tier process has ended. Leases can still be released."""
+        del self._unlisted[:]  # a clear may be going on
         return self._index.dismantle(RESTORE_STEP)
 
     def _free(self, moves: Iterable[m.Move]) -> None:
