@@ -17,16 +17,21 @@ node's store or another node. Meanwhile, --every seconds after the last fault, a
   master kill, master stop   (Mooncake)
 
 A block of the trace is a message with two codes of five digits (about 37 tokens for 512: prompts are 14 times shorter,
-and cut at BLOCKS). What is asked is one of the codes, which this model repeats: an answer without it is wrong. Requests
-that the model gets wrong when it computes all are left out. ``brought``: of the tokens of blocks asked for before, the
-share that the connector brought, by the nodes that had been asked for them and were not killed since: *here* this one,
-else *others* (a healthy one; *before master kill*: and Mooncake's master was killed later), else *faulty* ones, else
-*killed* only. Needs root, for the namespaces. Ten minutes on two cores.
+and cut at BLOCKS). What is asked is one of the codes, which this model repeats. Left out are requests that it gets
+wrong when it computes all, and those where two tokens of that answer are nearly a tie; of the others each token is
+compared. ``brought``: of the tokens of blocks that were stored before (each node is asked what its store has of a
+prompt after the answer), the share that the connector brought, by the nodes that had stored them and were not killed
+since: *here* this one, else *others* (a healthy one; *before master kill*: and Mooncake's master was killed later),
+else *faulty* ones, else *killed* only. A node is under a fault from a request's beginning to its answer, and two
+seconds beyond the fault's end; while the node that is asked is, the same with *own fault: * before it. Needs root, for
+the namespaces. Ten minutes on two cores.
 """
 
 import argparse
+import asyncio
 import itertools
 import json
+import math
 import os
 import random
 import signal
@@ -49,18 +54,29 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from vllm_kvtier.devtools.clients import Answer, PromptTokens, complete, prompt_tokens
 from vllm_kvtier.devtools.engines import Engine, kvtier
+from vllm_kvtier.devtools.processes import free_port
+from vllm_kvtier.doctor.engines.endpoint import parse_address
+from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.wire.client import AsyncEndpointClient
 
 MODEL = Path(__file__).resolve().parent.parent / "models/recall-6m"
 SAMPLE = Path(__file__).resolve().parent / "replay/data/conversation_sample.jsonl"
 NODES, BLOCKS, ANSWER = 3, 48, 24  # blocks of the trace in a prompt, tokens of an answer
 BLOCK = 32  # tokens, of vLLM on CPUs
 POOL = 512 << 20  # bytes of a store: all that is asked fits
+TIE = 0.25  # nats: twice the steps in which this model's bfloat16 gives its largest logits
+RECOVERY_SECONDS = 2.0  # from a fault's end until nodes have surely found each other again (clusters.py: 1.3)
+STORED_SECONDS = 1.0  # for the copies of an answer's blocks
 FAULTS = ["kill", "store kill", "stop", "cut", "slow", "slow network", "master kill", "master stop"]
 
 
 class Prompt:
     """``ids``: of the trace's blocks; ``ends[i]``: tokens of the first ``i`` of them, in whole blocks of vLLM's;
-    ``due``: seconds after the run's beginning."""
+    ``due``: seconds after the run's beginning; ``answer``: of an engine that computes all; ``certain``: no token of
+    it is nearly a tie."""
+
+    answer: list[int]
+    certain: bool
 
     def __init__(self, request: trace.Request, due: float, seed: int, tokenizer: PreTrainedTokenizerBase):
         self.due, self.ids = due, request.ids[:BLOCKS]
@@ -80,6 +96,17 @@ class Prompt:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generate)
         return tokenizer.encode(text, add_special_tokens=False)
 
+    def computed(self, url: str) -> bool:
+        """Have the engine answer it. Whether it names the code."""
+        body = {"model": "model", "prompt": self.tokens, "max_tokens": ANSWER, "temperature": 0}
+        body |= {"logprobs": 2, "return_token_ids": True}
+        response = httpx.post(f"{url}/v1/completions", json=body, timeout=60, trust_env=False).raise_for_status()
+        choice = response.json()["choices"][0]
+        self.answer = choice["token_ids"]
+        likely = [sorted(each.values())[-2:] for each in choice["logprobs"]["top_logprobs"]]
+        self.certain = all(best - second > TIE for second, best in likely)
+        return self.code in choice["text"]
+
     def known(self, ids: set[int]) -> int:
         """Of its first blocks, how many are among them."""
         return sum(1 for _ in itertools.takewhile(ids.__contains__, self.ids))
@@ -95,30 +122,32 @@ def prompts_of(options: argparse.Namespace, folder: Path) -> list[Prompt]:
     try:
         url = engine.start().wait_ready().base_url
         with ThreadPoolExecutor(8) as pool:
-            answers = list(pool.map(lambda each: complete(url, each.tokens, max_tokens=ANSWER), prompts))
+            right = list(pool.map(lambda each: each.computed(url), prompts))
     finally:
         engine.kill()
-    return [each for each, answer in zip(prompts, answers, strict=True) if each.code in answer.text]
+    return list(itertools.compress(prompts, right))
 
 
 class Run:
-    """``had``: the trace's blocks that each node has been asked for since its store was last killed."""
+    """``had``: the trace's blocks that each node has stored since its store was last killed."""
 
     def __init__(self, cluster: clusters.Cluster, prompts: list[Prompt], folder: Path, options: argparse.Namespace):
         self.cluster, self.options, self.rng = cluster, options, random.Random(options.seed)
         self.engines = [
             Engine(
                 MODEL, name=f"{cluster.kind}-{i}", max_model_len=2048,
-                kv=kvtier({"store": node.store.path, "load_policy": "always"}),  # what is found counts, not what pays
+                # What is found counts, not what pays.
+                kv=kvtier({"store": node.store.path, "load_policy": "always", "endpoint_port": free_port()}),
                 env={"VLLM_SERVER_DEV_MODE": "1"}, log_dir=folder,
             )
             for i, node in enumerate(cluster.nodes)
         ]  # fmt: skip
         self.prompts = iter(prompts)
         self.had: list[set[int]] = [set() for _ in range(NODES)]
-        self.asked: set[int] = set()
+        self.stored: set[int] = set()
         self.before_master_kill: set[int] = set()
         self.faults: dict[int, str] = {}  # by node; NODES: the master
+        self.healed: dict[int, float] = {}  # when
         self.down: set[int] = set()  # whose engine does not run
         self.lock = threading.Lock()
         self.began = self.ends = 0.0
@@ -153,36 +182,63 @@ class Run:
             while node in self.down:
                 time.sleep(0.2)
             with self.lock:
-                known, faults = self._known(node, prompt), dict(self.faults)
+                had, anywhere = [prompt.known(ids) for ids in self.had], prompt.known(self.stored)
+                well, faults = self._well(), dict(self.faults)
             began = time.monotonic()
             try:
                 answer, tokens = self.ask(node, prompt.tokens)
+                if len(answer.token_ids or []) < len(prompt.answer):
+                    raise httpx.ReadError(f"{len(answer.token_ids or [])} tokens, {answer.finish_reason}")
             except httpx.HTTPError as error:
                 if "kill" in (faults.get(node), self.faults.get(node)):
                     self.cut_short += 1
                 else:
                     self.unexpected.append(f"node {node}: {error!r}")
                 continue
+            if answer.token_ids != prompt.answer:
+                print(f"wrong: {answer.token_ids} instead of {prompt.answer} to {prompt.tokens}", flush=True)
+            seconds, well = time.monotonic() - began, well & self._well()
+            stored = self._stored(node, prompt)
             with self.lock:
                 if not any("kill" in each.get(node, "") for each in (faults, self.faults)):
-                    self.had[node].update(prompt.ids)
-                self.asked.update(prompt.ids)
-                self._count(prompt, known, tokens.pulled)
+                    self.had[node].update(prompt.ids[:stored])
+                    self.stored.update(prompt.ids[:stored])
+                own = "" if node in well else "own fault: "
+                known = self._known(node, prompt, had, well)
+                self._count(prompt, [(own + where, n) for where, n in [*known, ("killed", anywhere)]], tokens.pulled)
                 self.rows.append({
-                    "seconds": time.monotonic() - began, "right": prompt.code in answer.text,
+                    "seconds": seconds, "right": answer.token_ids == prompt.answer,
                     "whose": "own" if node in faults else "another's" if faults else "none",
                     "faults": list(faults.values()) or ["none"],
                 })  # fmt: skip
 
-    def _known(self, node: int, prompt: Prompt) -> list[tuple[str, int]]:
-        """Where its first blocks were asked for, and how many of them."""
-        others = [each for each in range(NODES) if each != node]
-        healthy = max((prompt.known(self.had[each]) for each in others if each not in self.faults), default=0)
-        faulty = max((prompt.known(self.had[each]) for each in others if each in self.faults), default=0)
+    def _stored(self, node: int, prompt: Prompt) -> int:
+        """How many of its first blocks the node's store has, a moment after the answer: copies take that."""
+        host, port = parse_address(self.engines[node].kv_address)
+        deadline, tokens = time.monotonic() + STORED_SECONDS, 0
+
+        async def ask() -> int:
+            async with AsyncEndpointClient(timeout=STORED_SECONDS) as client:
+                return (await client.query(host, port, prompt.tokens)).stored
+
+        with suppress(KVTierError, TimeoutError):  # it was killed
+            while tokens < prompt.ends[-1] and time.monotonic() < deadline:
+                tokens = asyncio.run(ask())
+        return sum(1 for end in prompt.ends[1:] if end <= tokens)
+
+    def _well(self) -> set[int]:
+        """Nodes without a fault, for a while."""
+        since = time.monotonic() - RECOVERY_SECONDS
+        return {each for each in range(NODES) if each not in self.faults and self.healed.get(each, -math.inf) < since}
+
+    def _known(self, node: int, prompt: Prompt, had: list[int], well: set[int]) -> list[tuple[str, int]]:
+        """Where its first blocks are stored, and how many of them. ``had``: by node."""
+        others = set(range(NODES)) - {node}
+        healthy = max((had[each] for each in others & well), default=0)
         forgotten = healthy and prompt.ids[healthy - 1] in self.before_master_kill
         return [
-            ("here", prompt.known(self.had[node])), ("before master kill" if forgotten else "others", healthy),
-            ("faulty", faulty), ("killed", prompt.known(self.asked)),
+            ("here", had[node]), ("before master kill" if forgotten else "others", healthy),
+            ("faulty", max((had[each] for each in others - well), default=0)),
         ]  # fmt: skip
 
     def _count(self, prompt: Prompt, known: list[tuple[str, int]], pulled: int) -> None:
@@ -219,6 +275,7 @@ class Run:
         healed = time.monotonic() - began
         with self.lock:
             del self.faults[node]
+            self.healed[node] = time.monotonic()
         at = round(began - self.began, 1)
         self.history.append({"fault": what, "node": node, "at": at, "seconds": round(healed, 1)})
         print(f"{self.cluster.kind}: {at:.0f} s: {what} of {node}, {healed:.1f} s", flush=True)
@@ -293,7 +350,7 @@ class Run:
     def _master_kill(self, _: int) -> Callable[[float], None]:
         self.cluster.master.kill()
         with self.lock:
-            self.before_master_kill.update(self.asked)
+            self.before_master_kill.update(self.stored)
 
         def heal(until: float) -> None:
             time.sleep(max(0.0, until - time.monotonic()))
@@ -363,7 +420,7 @@ def main() -> None:
     options = clusters.parse(parser)
     results = {}
     with tempfile.TemporaryDirectory() as folder:
-        prompts = prompts_of(options, Path(folder))
+        prompts = [each for each in prompts_of(options, Path(folder)) if each.certain]
     print(f"{len(prompts)} requests, {sum(len(each.tokens) for each in prompts)} tokens", flush=True)
     for kind in options.kinds:
         with tempfile.TemporaryDirectory() as folder, netns.NetnsStar(NODES) as net:
