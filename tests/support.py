@@ -71,9 +71,10 @@ def stop(pid: int) -> None:
 
 
 def interruptible() -> None:
-    """``preexec_fn`` of a process that is to be sent SIGINT: what a shell starts in the background ignores it, and
-    hands that on."""
+    """``preexec_fn`` of a process that is to be sent SIGINT or SIGHUP: what a shell starts in the background, or nohup,
+    ignores them, and hands that on."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 class Clock:

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from support import eventually
+from support import eventually, interruptible
 from typer.testing import CliRunner
 
 from vllm_kvtier import codecs
@@ -118,7 +118,8 @@ def test_bench_disk_folder_is_its_users_alone_and_stays_if_used(tmp_path, monkey
 )
 def test_bench_disk_removes_its_files_when_it_is_terminated(tmp_path, begun, number):
     command = [sys.executable, "-m", "vllm_kvtier.cli.__main__", "bench", "disk", "--seconds", "60", "--disk-mib", "64"]
-    process = subprocess.Popen([*command, "--disk", tmp_path / "there"], stderr=subprocess.DEVNULL)
+    command += ["--disk", tmp_path / "there"]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, preexec_fn=interruptible)
     eventually(lambda: list(tmp_path.glob(f"there/*/{begun}")), 60)
     for _ in range(2):  # as at the end of a terminal, by the kernel and by the shell
         process.send_signal(number)
