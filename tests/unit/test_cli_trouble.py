@@ -51,6 +51,15 @@ def test_stats_prints_versions_in_full(store):
     assert ["version", __version__] in [line.split() for line in lines]
 
 
+def test_stats_has_each_value_on_one_line_where_it_is_piped(store):
+    """The guides grep for reasons."""
+    name = "a name of some words " * 5
+    with RawClient(store.path, engine_hello(name)):
+        lines = kvtier("stats", "--socket", store.path, COLUMNS="40").stdout.splitlines()
+    assert any(name.strip() in line for line in lines)
+    assert all(len(line.split()) > 1 for line in lines), "what is empty is left out"
+
+
 def test_names_of_clients_are_no_markup(store):
     name = "[red]e[/blue]"
     with RawClient(store.path, engine_hello(name)):

@@ -326,6 +326,7 @@ async def test_proxy_sigterm_waits_for_streams(tmp_path, engines):
         await proxy.until("/ready answers 503")
         assert (await proxy.client.get("/ready")).status_code == 503
         await proxy.until("Waiting for")
+        proxy.process.send_signal(signal.SIGHUP)  # as of a terminal that is closed, or a tool that renews certificates
         assert proxy.process.returncode is None
         for _ in range(9):
             engines[0].gate.release()

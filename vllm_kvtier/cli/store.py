@@ -71,11 +71,16 @@ def stats(
         _add_rows(table, f"{name} ", {**tier, **extra})
     for client in clients:
         table.add_row(client["kind"], f"{client['name']} (pid {client['pid']})")
-    Console(markup=False).print(table)
+    console = Console(markup=False)
+    if not console.is_terminal:  # for grep
+        console.width = 1 << 12
+    console.print(table)
 
 
 def _add_rows(table: Table, of: str, numbers: dict) -> None:
     for key, value in numbers.items():
+        if value == "":
+            continue
         shown = f"{value} ({format_bytes(value)})" if key.endswith("_bytes") else str(value)
         if isinstance(value, float):
             shown = f"{value:.{int(not value.is_integer())}f}"

@@ -68,7 +68,8 @@ class Reloader:
             logger.info("kvtier: proxy: configuration %s reloaded", self._path)
 
     async def stop(self) -> None:
-        asyncio.get_running_loop().remove_signal_handler(signal.SIGHUP)
+        # It ignores the signal: the default action would break off answers to which the proxy gives time to end.
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, lambda: None)
         self._stop.set()
         if self._tasks:
             await asyncio.wait(self._tasks)

@@ -93,9 +93,8 @@ def serve(settings: Settings, path: str | None, load: Callable[[], Settings]) ->
     if path is not None:
         on_settings = partial(_reload_certificate, config, options)
         server.reloader = Reloader(app, path, settings, load, lambda new: on_settings(new.server))
-    else:
-        # Without a file there is nothing to reload; the default action would end the process.
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    # Until the reloader runs, or without a file, there is nothing to reload; the default action would end the process.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     server.run()
 
 
