@@ -43,6 +43,14 @@ def runtime_dir() -> Path:
     return folder
 
 
+def make_again(path: str) -> None:
+    """Make the directory of this socket, which ``runtime_dir`` made, if it is gone: systemd removes XDG_RUNTIME_DIR
+    with a user's last logout, and makes another one at the next login."""
+    folder = Path(path).parent
+    if folder.name == _in("").name and not folder.exists():
+        _make(folder)
+
+
 def other_dirs() -> list[Path]:
     """Where this user's processes of another environment have their sockets, if ``runtime_dir`` is at a usual place. A
     process with one of its own is kept apart on purpose."""

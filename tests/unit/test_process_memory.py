@@ -86,6 +86,13 @@ def test_process_identity_names_pid_and_start():
     assert child[0] == us.node and int(child[1]) != us.pid and int(child[2]) >= us.started
 
 
+def test_process_whose_name_is_cut_within_a_character_has_an_identity():
+    """Linux keeps 15 bytes of it."""
+    rename = "import ctypes; ctypes.CDLL(None).prctl(15, '推理服务模型A'.encode()[:15] + bytes(1), 0, 0, 0)"
+    code = f"{rename}; from vllm_kvtier.worker.peer_fetch.process_memory import identity; print(identity().pid)"
+    assert int(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout) > 0
+
+
 def test_process_without_identity_names_its_host_and_shares_nothing(monkeypatch):
     assert node_name() == identity().node
 

@@ -278,6 +278,18 @@ def test_store_start_is_not_blocked_by_a_process_forked_meanwhile(path, monkeypa
         os.waitpid(pids[0], 0)
 
 
+def test_store_starts_after_its_directory_went_with_the_users_last_login(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    path = launcher.store_path()
+    os.rmdir(os.path.dirname(path))
+    start_store(path, SMALL)
+    with RawClient(path, tool_hello()) as tool:
+        os.kill(tool.stat().pid, signal.SIGTERM)
+    assert stat.S_IMODE(os.stat(os.path.dirname(path)).st_mode) == 0o700
+    with pytest.raises(KVTierError, match="No such file"):  # a directory of the user's is not made
+        start_store(str(tmp_path / "other" / "s.sock"), SMALL)
+
+
 def test_store_start_without_locks_leaks_nothing(path, monkeypatch):
     """A file system without them; engines try again each minute."""
 

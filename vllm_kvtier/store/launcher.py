@@ -17,7 +17,7 @@ from pathlib import Path
 import vllm_kvtier
 from vllm_kvtier.errors import ConfigError, KVTierError
 from vllm_kvtier.logs import get_logger
-from vllm_kvtier.runtime_dir import MAX_SOCKET_PATH, other_dirs, runtime_dir
+from vllm_kvtier.runtime_dir import MAX_SOCKET_PATH, make_again, other_dirs, runtime_dir
 from vllm_kvtier.store import protocol as m
 from vllm_kvtier.store.memory.client_mapping import shake_hands
 from vllm_kvtier.store.options import StoreOptions
@@ -62,6 +62,7 @@ def start_store(path: str, options: StoreOptions, timeout: float = 30.0) -> None
     """
     if serves(path):
         return
+    make_again(path)
     # The kernel frees this lock when its holder ends. The holder's work has a timeout, so waiting needs none.
     try:
         starting = os.open(f"{path}.start", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -131,7 +131,7 @@ class ProcessMemory:
 def _started(pid: int) -> int:
     """Raises ProcessLookupError if there is no such process, or only its exit status."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
+        text = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace")
     except (FileNotFoundError, ProcessLookupError):
         raise ProcessLookupError(errno.ESRCH, f"no process {pid}") from None
     # The second field is the program's name in brackets, which may hold anything.
