@@ -2,6 +2,7 @@
 
 import os
 import ssl
+from pathlib import Path
 
 import httpx
 import pytest
@@ -11,6 +12,7 @@ from proxy_fakes import Cluster, FakeEngine, QuietServer, turn
 from vllm_kvtier.errors import ConfigError
 from vllm_kvtier.proxy.config import EngineAddress, ProxyConfig
 from vllm_kvtier.proxy.core import check_secrets
+from vllm_kvtier.proxy.engines.engine import Engine
 
 
 @pytest.mark.parametrize("trusted", ["engines and their client", "engines", "nobody"])
@@ -73,6 +75,30 @@ async def test_proxy_tls_reload_uses_renewed_certificates(tmp_path):
         (tmp_path / "trusted.pem").write_bytes(open(Authority(tmp_path / "other").ca_file, "rb").read())
         c.core.apply(config)
         assert (await c.chat("u1")).status_code == 503 and len(c.d[0].seen) == 2
+
+
+async def test_proxy_reload_while_a_certificate_is_written_removes_no_engine(tmp_path, monkeypatch):
+    """It was whole when it was checked, and is empty when it is read again: the engines stay as they are."""
+    authority = Authority(tmp_path)
+    trusted = tmp_path / "trusted.pem"
+    trusted.write_bytes(Path(authority.ca_file).read_bytes())
+    secured = EngineAddress("https://127.0.0.1:1", ca_file=str(trusted))
+    async with Cluster(p=0, d=2) as c:
+        plain, other = [EngineAddress(fake.url) for fake in c.d]
+        c.core.apply(ProxyConfig(decode=(plain, other, secured)))
+        before = list(c.core.decode)
+        os.utime(trusted, (1, 1))
+        update = Engine.update
+
+        def written(engine, *args):
+            if engine is before[2]:
+                trusted.write_bytes(b"")
+            update(engine, *args)
+
+        monkeypatch.setattr(Engine, "update", written)
+        with pytest.raises(ConfigError):
+            c.core.apply(ProxyConfig(decode=(plain, secured)))
+        assert list(c.core.decode) == before and not any(engine.leaving for engine in before)
 
 
 async def test_proxy_serves_https(tmp_path):

@@ -241,9 +241,14 @@ def _tls(address: EngineAddress) -> ssl.SSLContext | bool:
 
 def certificates(address: EngineAddress) -> tuple:
     """The certificate files and their times; with a change they are read again."""
-    files = (address.ca_file, address.cert_file, address.key_file)
-    # `_tls` reports a missing file.
-    return tuple((name, Path(name).stat().st_mtime_ns if Path(name).exists() else 0) for name in files if name)
+
+    def changed(name: str) -> int:
+        try:
+            return Path(name).stat().st_mtime_ns
+        except OSError:  # `_tls` reports it
+            return 0
+
+    return tuple((name, changed(name)) for name in (address.ca_file, address.cert_file, address.key_file) if name)
 
 
 def read_key(path: str, what: str) -> str:

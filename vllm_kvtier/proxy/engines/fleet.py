@@ -67,14 +67,16 @@ class Fleet:
         """
         wanted = {role: self._wanted(role, getattr(config, role), config) for role in ROLES}
         for role, engines in wanted.items():
+            for engine, address in engines.items():
+                if engine in self._engines[role]:
+                    engine.update(address, config)  # may still raise, if a file has changed since
+        for role, engines in wanted.items():
             for engine in self._engines[role]:
                 if engine not in engines:
                     self._remove(engine)
-            for engine, address in engines.items():
+            for engine in engines:
                 if engine not in self._engines[role]:
                     self._add(engine, probe_on_start)
-                else:
-                    engine.update(address, config)
             self._engines[role] = list(engines)
 
     def _wanted(
