@@ -178,7 +178,8 @@ async def test_export_without_reader_expires(fleet, driver):
 
 
 async def test_engine_that_drains_ends_when_its_handoff_is_read(fleet, driver, make_engine):
-    leaving = make_engine(extra=EXTRA, **{**ENGINE_FLAGS, "args": (*ENGINE_FLAGS["args"], "--shutdown-timeout", "20")})
+    args = (*ENGINE_FLAGS["args"], "--shutdown-timeout", "120")
+    leaving = make_engine(extra={**EXTRA, "handoff_seconds": 100.0}, **{**ENGINE_FLAGS, "args": args})
     start_all([leaving])
     prompt = random_tokens(random.Random("draining"), 1000)
     first = await driver.prefill(leaving, prompt)
@@ -190,7 +191,7 @@ async def test_engine_that_drains_ends_when_its_handoff_is_read(fleet, driver, m
     async def gone() -> bool:
         return not leaving.running
 
-    await driver.until(gone, HANDOFF_SECONDS, "the engine ended")
+    await driver.until(gone, 60.0, "the engine ended")
     await driver.assert_right(reply, prompt)
 
 
