@@ -18,7 +18,7 @@ import os
 import platform
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 from vllm_kvtier.errors import KVTierError
@@ -129,7 +129,7 @@ class PoolMemory:
                 end = self.ready + next_step(self.ready, self.usable)
                 try:
                     self._commit(self.ready, end, threads)
-                except (OSError, RuntimeError) as error:  # RuntimeError: no thread can be started
+                except OSError as error:
                     if not self._stop.is_set():
                         self._stop_committing(error)
                     return
@@ -151,7 +151,7 @@ class PoolMemory:
                 # Checked before the kernel would wake the OOM killer.
                 raise OSError(errno.ENOMEM, f"{limits.source} has only {format_bytes(limits.free)} left")
         if not self._populates:
-            threads.submit(os.posix_fallocate, self.fd, start, end - start).result()
+            _submit(threads, os.posix_fallocate, self.fd, start, end - start).result()
             return
         mapping = mmap.mmap(self.fd, end - start, offset=start)
         try:
@@ -162,8 +162,8 @@ class PoolMemory:
             if self._transparent:
                 _libc.madvise(address, end - start, _MADV_HUGEPAGE)  # advice: a refusal changes nothing
             jobs = [
-                threads.submit(self._populate, address + offset, start + offset, min(CALL_BYTES, end - start - offset))
-                for offset in range(0, end - start, CALL_BYTES)
+                _submit(threads, self._populate, address + at, start + at, min(CALL_BYTES, end - start - at))
+                for at in range(0, end - start, CALL_BYTES)
             ]
             wait(jobs)  # all, before the mapping is closed
             for job in jobs:
@@ -183,15 +183,29 @@ class PoolMemory:
         if not self._populates:
             os.posix_fallocate(self.fd, offset, length)
 
-    def _stop_committing(self, error: OSError | RuntimeError) -> None:
+    def _stop_committing(self, error: OSError) -> None:
         """Serve with the memory committed so far. No retry: memory that is short once would be short again."""
         self.usable = self.ready
         self.note = (
             f"only {format_bytes(self.ready)} of the requested {format_bytes(self.nbytes)} could be committed "
-            f"({getattr(error, 'strerror', None) or error}); the store serves with that"
+            f"({error.strerror or error}); the store serves with that"
         )
         logger.warning("kvtier: store: %s", self.note)
         self._on_progress()
+
+
+def _submit(threads: ThreadPoolExecutor, work: Callable[..., None], *args: int) -> Future[None]:
+    """On this thread if no other can be started: the limit of processes."""
+    try:
+        return threads.submit(work, *args)
+    except RuntimeError:
+        done: Future[None] = Future()
+        try:
+            work(*args)
+            done.set_result(None)
+        except OSError as error:
+            done.set_exception(error)
+        return done
 
 
 def next_step(ready: int, usable: int) -> int:
