@@ -7,8 +7,8 @@ within a step is used before it could be.
 
 The models are tiny and their answers depend on all of their history (``tiny_models``). Three engines a kind: one with a
 node store, which is also the prefill engine, a decode engine, and a plain one, whose answers are right. All kinds'
-engines start at once, and a kind that does not start costs the others nothing: what vLLM itself does not serve on this
-machine is skipped. Each kind has negative controls: zeroed or exchanged blocks of one group, changed after their
+engines start at once, and a kind that does not start fails alone. Skipped is one whose kernels are in a package that
+this machine lacks. Each kind has negative controls: zeroed or exchanged blocks of one group, changed after their
 checksums were found right, change the answers. Flipped bits, clients that leave and a killed store do not.
 """
 
@@ -18,6 +18,8 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,13 +45,21 @@ LENGTH = 7 * tiny_models.CHUNK + 76
 class Kind(NamedTuple):
     """``block``: as the flag, tokens; vLLM makes it larger where states need that. ``tolerance``: of logprobs, which
     kernels and batches move. ``length``: of prompts, at which an index does not choose yet; where it does, a plain
-    engine's answers to one prompt differ, because near ties are chosen by rounding. ``index``: a group of its own."""
+    engine's answers to one prompt differ, because near ties are chosen by rounding. ``index``: a group of its own.
+    ``packages``: vLLM's model needs them; some are in vLLM's own folder."""
 
     block: int
     flags: tuple[str, ...]
     tolerance: float = 2e-2
     length: int = LENGTH
     index: int | None = None
+    packages: tuple[str, ...] = ()
+
+    @property
+    def lacking(self) -> list[str]:
+        vllm = Path(find_spec("vllm").origin).parent
+        folders = [str(vllm), str(vllm / "third_party")]
+        return [name for name in self.packages if not (find_spec(name) or PathFinder.find_spec(name, folders))]
 
 
 FLOAT32, BF16 = ("--dtype", "float32"), ("--dtype", "bfloat16")
@@ -64,8 +74,8 @@ KINDS = {
     "kda": Kind(64, (*BF16, "--enable-prefix-caching"), 0.3),
     "swa-sink": Kind(16, BF16, 0.5),
     "mla": Kind(64, BF16, 0.3),
-    "mla-sparse": Kind(64, BF16, 0.3, 4 * tiny_models.CHUNK),
-    "swa-mla": Kind(256, BF16, 0.3, index=4),
+    "mla-sparse": Kind(64, BF16, 0.3, 4 * tiny_models.CHUNK, packages=("deep_gemm",)),
+    "swa-mla": Kind(256, BF16, 0.3, index=4, packages=("deep_gemm", "_flashmla_C", "tilelang", "cutlass")),
 }
 READY = 300  # seconds; all kinds' engines compile their kernels at once
 
@@ -95,31 +105,31 @@ class Trio(NamedTuple):
 
 
 class Trios(NamedTuple):
-    """``failed``: what went wrong with a kind's engine with a connector; ``unserved``: what vLLM itself lacks."""
+    """``failed``: what went wrong with a kind's model or one of its engines."""
 
     made: dict[str, Trio]
     failed: dict[str, str]
-    unserved: dict[str, str]
     store: NodeStore
 
 
 @pytest.fixture(scope="module")
 def trios(request, model_path, log_dir):
     wanted = sorted({item.callspec.params["kind"] for item in request.session.items if item.path == request.path})
+    wanted = [name for name in wanted if not KINDS[name].lacking]
     with runtime_dir() as folder:
-        trios = Trios({}, {}, {}, store_in(folder))
+        trios = Trios({}, {}, store_in(folder))
         try:
             for number, name in enumerate(wanted):
                 try:
                     model = tiny_models.build(name, log_dir / "models" / name, model_path)
-                except Exception as error:  # of an older or newer transformers
-                    trios.unserved[name] = f"transformers makes no such model: {error!r}"
+                except Exception as error:  # of an older or newer transformers: the other kinds go on
+                    trios.failed[name] = f"transformers makes no such model: {error!r}"
                     continue
                 gpu, plan = GPUS[number % len(GPUS)], log_dir / f"{name}.alter"
                 trios.made[name] = trio(KINDS[name], name, model, plan, folder, log_dir, gpu)
                 for each in trios.made[name].engines:
                     each.start()
-            with ThreadPoolExecutor(len(wanted)) as pool:
+            with ThreadPoolExecutor(len(KINDS)) as pool:
                 list(pool.map(lambda name: until_up(name, trios), list(trios.made)))
             yield trios
         finally:
@@ -154,8 +164,7 @@ def until_up(name: str, trios: Trios) -> None:
             each.wait_ready()
             asyncio.run(warmed(each))
         except Exception as error:  # whatever it is: the other kinds go on
-            why = f"{each.name}: {error!r}\n{each.log_tail(30)}"
-            (trios.unserved if each is trio.plain else trios.failed)[name] = why
+            trios.failed[name] = f"{each.name}: {error!r}\n{each.log_tail(30)}"
             kill_all(trio.engines)
             return
 
@@ -170,8 +179,8 @@ async def warmed(engine: Engine) -> None:
 
 @pytest.fixture
 def of(trios: Trios, kind: str) -> Trio:
-    if kind in trios.unserved:
-        pytest.skip(f"vLLM itself does not serve it here: {trios.unserved[kind][-3000:]}")
+    if lacking := KINDS[kind].lacking:
+        pytest.skip(f"vLLM needs packages that are not installed: {', '.join(lacking)}")
     if kind in trios.failed:
         pytest.fail(trios.failed[kind][-4000:])
     return trios.made[kind]
