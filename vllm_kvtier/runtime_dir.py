@@ -45,10 +45,11 @@ def runtime_dir() -> Path:
 
 def make_again(path: str) -> None:
     """Make the directory of this socket, which ``runtime_dir`` made, if it is gone: systemd removes XDG_RUNTIME_DIR
-    with a user's last logout, and makes another one at the next login."""
+    with a user's last logout, and makes another one at the next login. Raises KVTierError if it cannot be used, because
+    another user made it, perhaps."""
     folder = Path(path).parent
-    if folder.name == _in("").name and not folder.exists():
-        _make(folder)
+    if folder.name == _in("").name and (reason := _make(folder)):
+        raise KVTierError(reason)
 
 
 def other_dirs() -> list[Path]:

@@ -278,6 +278,17 @@ def test_store_start_is_not_blocked_by_a_process_forked_meanwhile(path, monkeypa
         os.waitpid(pids[0], 0)
 
 
+def test_store_starts_behind_a_starter_that_was_stopped(path, monkeypatch):
+    """docker pause, a debugger: every engine of the node hung with "is being started" until it went on."""
+    monkeypatch.setattr(launcher, "OTHER_START_SECONDS", -29.5)
+    with open(f"{path}.start", "w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        start_store(path, SMALL)
+        assert serves(path)
+        with open(f"{path}.start") as other, pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
 def test_store_starts_after_its_directory_went_with_the_users_last_login(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     path = launcher.store_path()
@@ -286,6 +297,10 @@ def test_store_starts_after_its_directory_went_with_the_users_last_login(tmp_pat
     with RawClient(path, tool_hello()) as tool:
         os.kill(tool.stat().pid, signal.SIGTERM)
     assert stat.S_IMODE(os.stat(os.path.dirname(path)).st_mode) == 0o700
+    eventually(lambda: not serves(path))
+    os.chmod(os.path.dirname(path), 0o755)  # as one that another user made meanwhile
+    with pytest.raises(KVTierError, match="could not be started: .* must be a directory of mode 0700"):
+        start_store(path, SMALL)
     with pytest.raises(KVTierError, match="No such file"):  # a directory of the user's is not made
         start_store(str(tmp_path / "other" / "s.sock"), SMALL)
 

@@ -3,11 +3,13 @@
 import errno
 import fcntl
 import os
+import shutil
 import socket
 import stat
 import subprocess
 import threading
 import time
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -22,6 +24,7 @@ from store_support import (
 )
 from support import descriptors, eventually
 
+from vllm_kvtier import runtime_dir
 from vllm_kvtier.errors import ConfigError, KVTierError
 from vllm_kvtier.store import launcher
 from vllm_kvtier.store import protocol as m
@@ -99,15 +102,94 @@ def test_store_without_lock_file_that_serves_is_not_replaced(server):
     assert_serves(server)
 
 
+@pytest.fixture
+def watched(tmp_path, monkeypatch):
+    """A store in the runtime directory that looks at its socket all the time."""
+    monkeypatch.setattr(server_module, "SOCKET_SECONDS", 0.02)
+    folder = tmp_path / "run" / f"kvtier-{os.getuid()}"
+    folder.mkdir(0o700, parents=True)
+    server = make(folder / "s.sock")
+    yield server
+    server.stop()
+
+
+def instance_at(path: str) -> str:
+    """"": no store listens there."""
+    try:
+        welcome, fd = shake_hands(path, tool_hello(), 5.0)
+    except KVTierError:
+        return ""
+    os.close(fd)
+    return welcome.instance
+
+
+@pytest.mark.parametrize("gone", ["socket", "directory"])
+def test_store_whose_socket_was_removed_listens_again(watched, gone):
+    """A logout or what cleans /tmp: no engine found the store any more, and the next one's was a second store."""
+    before = descriptors().total()
+    folder = Path(watched.path).parent
+    with RawClient(watched.path, engine_hello()) as client:
+        os.unlink(watched.path) if gone == "socket" else shutil.rmtree(folder)
+        assert eventually(lambda: instance_at(watched.path) == watched.instance)
+        assert client.stat().instance == watched.instance
+        assert stat.S_IMODE(os.stat(watched.path).st_mode) == 0o600 and stat.S_IMODE(folder.stat().st_mode) == 0o700
+        with pytest.raises(ServedAlready, match=f"pid {os.getpid()}"):
+            StoreServer(watched.path, StoreOptions(size="1MiB"))
+    assert eventually(lambda: descriptors().total() <= before)
+    watched.stop()
+    assert not os.path.exists(watched.path)
+
+
+def test_store_whose_directory_cannot_be_made_again_waits_for_the_next_login(watched, caplog):
+    parent = Path(watched.path).parents[1]
+    shutil.rmtree(parent)
+    assert eventually(lambda: "new engines cannot find it" in caplog.text)
+    time.sleep(0.1)
+    assert caplog.text.count("new engines cannot find it") == 1
+    parent.mkdir()
+    assert eventually(lambda: instance_at(watched.path) == watched.instance)
+
+
+@pytest.mark.parametrize("lock", [True, False])
+def test_store_started_at_a_removed_path_keeps_it(watched, caplog, lock):
+    """Until it ends; then the first one has it again. Also if a cleaner removes the second one's lock, too."""
+    busy, started = threading.Event(), threading.Event()
+    watched.reactor.call_soon(lambda: busy.set() or started.wait(10))
+    assert busy.wait(10)
+    shutil.rmtree(Path(watched.path).parent)
+    runtime_dir.make_again(watched.path)
+    second = make(watched.path)
+    if not lock:
+        os.unlink(f"{watched.path}.lock")
+    started.set()
+    assert eventually(lambda: "new engines cannot find it" in caplog.text)
+    for _ in range(5):
+        assert_serves(second)
+        assert instance_at(watched.path) == second.instance
+    second.stop()
+    assert eventually(lambda: instance_at(watched.path) == watched.instance)
+
+
+def test_store_that_ends_leaves_its_removed_path_to_the_next(tmp_path, monkeypatch):
+    monkeypatch.setattr(server_module, "SOCKET_SECONDS", 0.02)
+    idle = threading.Event()
+    server = make(tmp_path / "s.sock", idle.set, idle_seconds=0.05)
+    assert idle.wait(5)
+    os.unlink(server.path)
+    time.sleep(0.2)
+    assert not os.path.exists(server.path)
+    server.stop()
+
+
 def test_store_lock_file_removed_while_it_is_taken_is_made_again(tmp_path, monkeypatch):
-    lock, locked = tmp_path / "s.sock.lock", listen_socket._locked
+    lock, locked = tmp_path / "s.sock.lock", listen_socket.lock_now
 
     def slow(fd):
         monkeypatch.undo()
         lock.unlink()
         return locked(fd)
 
-    monkeypatch.setattr(listen_socket, "_locked", slow)
+    monkeypatch.setattr(listen_socket, "lock_now", slow)
     server = make(tmp_path / "s.sock")
     with lock.open() as file, pytest.raises(BlockingIOError):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -118,8 +118,9 @@ def test_prose_has_no_banned_word():
 
 
 def test_docs_have_no_banned_word():
-    """All but those that list the old names. A person may be "who"."""
+    """All but those that list the old names. A person may be "who", and an option of loginctl's has its name."""
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
     pages = [page for page in pages if page.name not in ("CONTRIBUTING.md", "migration.md")]
     found = {(page.name, match[0]) for page in pages for match in PROSE.finditer(page.read_text("utf-8"))}
+    found.discard(("host-cache.md", "linger"))
     assert {(name, word) for name, word in found if word != "who"} == set() and len(pages) > 30

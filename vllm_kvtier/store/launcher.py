@@ -30,6 +30,7 @@ BACKOFF_SECONDS = 5.0, 60.0  # first and longest time after a failed start, whic
 # For an operator's service manager to start a store again that has ended, before an engine starts one: that has the
 # engine's options, without the other's tiers, and takes its place.
 RESTART_SECONDS = 15.0
+OTHER_START_SECONDS = 5.0  # that another process's start may take beyond its timeout
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,40}")
 
 
@@ -62,14 +63,17 @@ def start_store(path: str, options: StoreOptions, timeout: float = 30.0) -> None
     """
     if serves(path):
         return
-    make_again(path)
-    # The kernel frees this lock when its holder ends. The holder's work has a timeout, so waiting needs none.
     try:
+        make_again(path)
         starting = os.open(f"{path}.start", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:  # the directory was removed, or is full
+    except (KVTierError, OSError) as error:  # the directory was removed, or is full
         raise KVTierError(f"the node store could not be started: {error}") from error
     try:
-        fcntl.flock(starting, fcntl.LOCK_EX)
+        # A holder that was stopped (docker pause, a debugger) keeps it longer than its work may take. Then this process
+        # starts a store, too: one of both gets the path.
+        until = time.monotonic() + timeout + OTHER_START_SECONDS
+        while not lock_now(starting) and time.monotonic() < until:
+            time.sleep(0.05)
         try:
             if not serves(path):
                 _start(path, options, timeout)
@@ -77,6 +81,15 @@ def start_store(path: str, options: StoreOptions, timeout: float = 30.0) -> None
             fcntl.flock(starting, fcntl.LOCK_UN)  # a process that was forked meanwhile has the descriptor, too
     finally:
         os.close(starting)
+
+
+def lock_now(fd: int) -> bool:
+    """False: another process has this file's lock. The kernel frees it when its holder ends."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def serves(path: str, timeout: float = 2.0) -> bool:

@@ -1,6 +1,5 @@
 """The socket of a store: owned by one process at a time, and closed to other users."""
 
-import fcntl
 import os
 import select
 import socket
@@ -9,8 +8,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.runtime_dir import make_again
 from vllm_kvtier.store import linux
-from vllm_kvtier.store.launcher import serves
+from vllm_kvtier.store.launcher import lock_now, serves
 
 END_SECONDS = 10.0  # time that a new store waits for the end of an old one
 QUEUE_LENGTH = 512  # connections waiting to be accepted
@@ -20,9 +20,9 @@ class ServedAlready(KVTierError):
     """Another process serves this path."""
 
 
-def take(path: str) -> int:
+def take(path: str, wait: bool = True) -> int:
     """Take the lock of the serving process. The kernel frees it when the process ends. No store removes the file,
-    because it could be another process's by then; one that cleans directories may."""
+    because it could be another process's by then; one that cleans directories may. ``wait``: for an owner's end."""
     folder, lock = Path(path).parent, f"{path}.lock"
     if not folder.is_dir():
         raise KVTierError(f"{folder} is not a directory; no store can listen at {path}")
@@ -30,12 +30,10 @@ def take(path: str) -> int:
         fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             owner = os.pread(fd, 32, 0).decode("ascii", "replace").strip()
-            locked = _locked(fd) or (_wait_end(path, owner) and _locked(fd))
-            # Where the file was removed, a store may serve without it.
-            if not locked or (os.path.exists(path) and serves(path)):
+            if not lock_now(fd) and not (wait and _wait_end(path, owner) and lock_now(fd)):
                 raise ServedAlready(f"a store serves {path} already (pid {owner or 'unknown'})")
-            found = os.fstat(fd)
-            if file_id(lock) == (found.st_dev, found.st_ino):
+            _check_unserved(path)  # where the file was removed, a store may serve without it
+            if file_id(lock) == file_id(fd):
                 os.ftruncate(fd, 0)
                 return fd
         except BaseException:
@@ -44,21 +42,33 @@ def take(path: str) -> int:
         os.close(fd)  # the file was removed meanwhile
 
 
-def file_id(path: str) -> tuple[int, int] | None:
-    """Device and inode; None if there is no such file."""
+def listen_again(path: str, lock: int) -> tuple[int, socket.socket]:
+    """Listen where files of the store that holds ``lock`` were removed, and their directory, perhaps. Returns the lock,
+    which is another one if that was removed, too. Raises KVTierError and OSError, and never waits for another store."""
+    make_again(path)
+    if file_id(f"{path}.lock") == file_id(lock):
+        _check_unserved(path)
+        return lock, listen(path)
+    new = take(path, wait=False)
     try:
-        found = os.lstat(path)
+        return new, listen(path)
+    except BaseException:
+        os.close(new)
+        raise
+
+
+def _check_unserved(path: str) -> None:
+    if os.path.exists(path) and serves(path):
+        raise ServedAlready(f"a store serves {path} already")
+
+
+def file_id(file: str | int) -> tuple[int, int] | None:
+    """Device and inode; None if there is no such file. ``file``: its path, or a descriptor."""
+    try:
+        found = os.fstat(file) if isinstance(file, int) else os.lstat(file)
     except FileNotFoundError:
         return None
     return found.st_dev, found.st_ino
-
-
-def _locked(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _wait_end(path: str, owner: str) -> bool:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from vllm_kvtier import __version__
+from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.logs import get_logger
 from vllm_kvtier.store import protocol as m
 from vllm_kvtier.store.eviction import DEFAULT_POLICY, POLICIES
@@ -51,6 +52,8 @@ logger = get_logger(__name__)
 # launch does not: they try again, and log why it did not start.
 IN_USE_SECONDS, IN_USE_POLL_SECONDS = 60.0, 2.0
 HELLO_SECONDS = 10.0  # after which a connection without Hello is closed
+# Between two looks at the socket's file. A store that is started where it is gone waits END_SECONDS for this one's end.
+SOCKET_SECONDS = 5.0
 MAX_CLIENTS = 512
 TICK_SECONDS = 0.02, 5.0  # minimum and maximum between two checks of the index's deadlines
 CLEAR_STEP = 2048  # blocks removed before other messages are handled: some 15 ms
@@ -125,6 +128,8 @@ class StoreServer:
         self.changes = EventFeed(self.index, self.tiers.all, self._send, self.reactor.call_soon)
         self._explain_query = ExplainQuery(self.index, self.tiers.all, self.reactor)
         self._idle: Timer | None = None
+        self._socket_watch = self.reactor.call_later(SOCKET_SECONDS, self._watch_socket)
+        self._unreachable = False  # its socket is gone, and could not be made again
         self._metrics: MetricsServer | None = None
         # Any: each handler takes the message type that is its key.
         self._handlers: dict[type[m.Request], Callable[[_Client, Any], object]] = {
@@ -174,6 +179,32 @@ class StoreServer:
             self._metrics = None
 
     # -- connections --------------------------------------------------------------------------------------------
+
+    def _watch_socket(self) -> None:
+        """Listen anew if the socket's file was removed: by the user's last logout, with the runtime directory, or by
+        what cleans /tmp. Where another store serves by then, that one stays."""
+        self._socket_watch = self.reactor.call_later(SOCKET_SECONDS, self._watch_socket)
+        try:
+            if listen_socket.file_id(self.path) == self._socket_file:
+                return
+            lock, listener = listen_socket.listen_again(self.path, self._lock)
+        except (KVTierError, OSError) as error:
+            if not self._unreachable:
+                logger.warning("kvtier: store: its socket was removed (%s); new engines cannot find it", error)
+            self._unreachable = True
+            return
+        self._stop_listening()
+        if lock != self._lock:
+            os.close(self._lock)
+        self._lock, self._listener, self._unreachable = lock, listener, False
+        self._socket_file = listen_socket.file_id(self.path)
+        self.reactor.add_fd(listener.fileno(), lambda events: self._accept())
+        listen_socket.sign(lock)
+        logger.info("kvtier: store: its socket was removed; it listens at %s again", self.path)
+
+    def _stop_listening(self) -> None:
+        self.reactor.remove_fd(self._listener.fileno())
+        self._listener.close()
 
     def _accept(self) -> None:
         for sock in accept(self.reactor, self._listener):
@@ -238,8 +269,8 @@ class StoreServer:
 
     def _end(self, reason: str) -> None:
         logger.info("kvtier: store: %s; it ends", reason)
-        self.reactor.remove_fd(self._listener.fileno())
-        self._listener.close()  # a new client fails at once, and starts another store
+        self._stop_listening()  # a new client fails at once, and starts another store
+        self._socket_watch.cancel()
         self._on_idle()
 
     # -- messages -----------------------------------------------------------------------------------------------
