@@ -238,6 +238,29 @@ def test_disk_tier_cleared_blocks_do_not_come_back_behind_the_limit(monkeypatch,
     assert b.tier.counts().blocks == 0
 
 
+def test_disk_tier_unrecorded_clear_behind_the_limit_is_done_in_steps():
+    """Of half a million blocks the store handled no message for two seconds."""
+    b, kept = Bench(pages=20_001, free=lambda: 0), kept_of(*range(1, 10_000))
+    b.tier_process.back_off("it died")
+    b.tier_process.start()
+    b.open(kept, [NAMESPACE_SHAPE])
+    b.tier.clear(None)
+    b.tier_process.back_off("it died")
+    b.tier_process.start()
+    b.tier_process.sent.clear()
+    b.tier_process.opened(kept, [NAMESPACE_SHAPE])
+    assert not b.tier_process.sent
+    while not b.tier.usable:
+        b.reactor.step()
+    told = [message.gone for message in b.tier_process.sent]
+    assert max(map(len, told)) <= slot_map.RESTORE_STEP and sorted(sum(told, [])) == list(range(1, 19_999, 2))
+    b.tier_process.back_off("it died again")
+    b.tier_process.start()
+    b.tier_process.sent.clear()
+    b.open(kept, [NAMESPACE_SHAPE])
+    assert sum(len(message.gone) for message in b.tier_process.sent) == 9999
+
+
 def test_disk_tier_clear_in_steps_ends_with_its_tier_process(monkeypatch):
     """It went on, and removed blocks of the next tier process that were listed there."""
     monkeypatch.setattr(block_limit, "STEP", 4 * block_limit.BLOCK_BYTES)
@@ -477,6 +500,7 @@ def test_disk_tier_keeps_little_of_cleared_blocks_until_the_next_write():
     assert gone.report(writing=True) == [] and sys.getallocatedblocks() - before < 5000
     gone.answered(False)
     gone.down()
+    assert len(list(gone.ban())) == 10
     assert len(gone.banned) == 20_001, "the next process may find them"
 
 
@@ -488,6 +512,7 @@ def test_disk_tier_cleared_blocks_are_acknowledged_by_the_next_good_write():
     assert gone.report(writing=True) == []
     gone.answered(True)
     gone.down()
+    list(gone.ban())
     assert not gone.banned
 
 

@@ -33,7 +33,8 @@ class Gone:
     """Freed positions that the tier process has not acknowledged. Outlives the tier processes.
 
     Each is sent once. The reply to a write acknowledges all messages before it, if it has written a block. Positions
-    that were not acknowledged when a tier process ended are ``banned``: the next one may find their blocks.
+    that were not acknowledged when a tier process ended are ``banned``, after ``ban``: the next one may find their
+    blocks.
     """
 
     def __init__(self) -> None:
@@ -43,6 +44,7 @@ class Gone:
         # These numbers in turn. After a clear they are of millions of blocks: to free as many objects takes seconds.
         self._reported = array("q")
         self._asked = array("q")  # sent with, or before, the write in flight
+        self._lost = array("q")  # sent to a tier process that ended, and not banned yet
 
     def __len__(self) -> int:
         return len(self._unreported)
@@ -74,12 +76,23 @@ class Gone:
 
     def down(self) -> None:
         """The tier process has ended."""
-        self.banned.update(self._unreported, _pairs(self._reported), _pairs(self._asked))
+        self.banned.update(self._unreported)
+        self._lost += self._reported + self._asked
         self._unreported, self._reported, self._asked = set(), array("q"), array("q")
 
+    def ban(self) -> Iterator[None]:
+        """In steps."""
+        for pairs in _taken(self._lost):
+            self.banned.update(pairs)
+            yield
 
-def _pairs(numbers: "array[int]") -> Iterator[tuple[int, int]]:
-    return zip(numbers[::2], numbers[1::2], strict=True)
+
+def _taken(numbers: "array[int]") -> Iterator[Iterator[tuple[int, int]]]:
+    """Remove all pairs of numbers, the last ones first, ``RESTORE_STEP`` of them at a time."""
+    while numbers:
+        some = numbers[-2 * RESTORE_STEP :]
+        del numbers[-2 * RESTORE_STEP :]
+        yield zip(some[::2], some[1::2], strict=True)
 
 
 class SlotMap:
@@ -128,11 +141,7 @@ class SlotMap:
         end = max(0, len(kept.moves) - beyond)
         self._kept += kept.moves[:end]
         for move in kept.moves[end:]:
-            pair = move.position, hash((move.namespace_id, move.group, move.hash))
-            if pair in self._gone.banned:
-                self._gone.add_hashed(*pair)
-            else:
-                self._unlisted.extend(pair)
+            self._unlisted.extend((move.position, hash((move.namespace_id, move.group, move.hash))))
         for namespace_id in kept.namespaces:
             self._shapes[namespace_id.namespace_id] = namespace_id.hash_block_size, namespace_id.groups
 
@@ -141,6 +150,16 @@ class SlotMap:
         pool = SlotPool(pages, piece_pages=pages)
         limits = IndexLimits(LEASE_SECONDS, tenant_share=self._tenant_share)
         self._index = index = Index(pool, self._policy, self._clock, limits)
+        yield from self._gone.ban()
+        if self._gone.banned:
+            found, self._unlisted = self._unlisted, array("q")
+            for pairs in _taken(found):
+                for pair in pairs:
+                    if pair in self._gone.banned:
+                        self._gone.add_hashed(*pair)
+                    else:
+                        self._unlisted.extend(pair)
+                yield
         kept, self._kept = self._kept, []
         regions: defaultdict[int, list[m.Move]] = defaultdict(list)
         for first in range(0, len(kept), RESTORE_STEP):
@@ -167,7 +186,10 @@ class SlotMap:
                     self._free(some)
             yield
         self._known_namespaces.update(self._shapes)
-        self._gone.banned.clear()
+        while banned := self._gone.banned:  # by now these are freed again, or were not on the disk
+            for _ in range(min(RESTORE_STEP, len(banned))):
+                banned.pop()
+            yield
         self.blocks_found = index.stats().entries
         index.watches.append(self)
         while self.later:  # others may come meanwhile
@@ -335,10 +357,8 @@ class SlotMap:
     def _clear_unlisted(self) -> Iterator[None]:
         """Free the unlisted blocks, of all namespaces, in steps. Where another block is being written, or was, the tier
         process removes the old one by itself; but it may end before."""
-        while self._unlisted:
-            some = self._unlisted[-2 * RESTORE_STEP :]
-            del self._unlisted[-2 * RESTORE_STEP :]
-            for position, name in _pairs(some):
+        for pairs in _taken(self._unlisted):
+            for position, name in pairs:
                 if self._index.is_taken(position):
                     self._gone.banned.add((position, name))
                 else:
