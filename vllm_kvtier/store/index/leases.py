@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from vllm_kvtier.store.index.block_entry import BlockEntry
 from vllm_kvtier.store.index.types import BadRequest, GroupShape
 
+MIN_SWEEP = 1024  # in a queue, from which on those that have ended are dropped
+
 
 @dataclass(slots=True, eq=False)
 class Lease:
@@ -27,13 +29,15 @@ class Client:
 
 class LeaseTable:
     """All leases with a deadline have the same duration, and so have all reservations: a queue in order of time is a
-    queue in order of deadline. What ended early stays in its queue until it is first, without its blocks."""
+    queue in order of deadline. What ended early stays in its queue, without its blocks, until it is first, or until the
+    queue is twice as long as after the last sweep."""
 
     def __init__(self, clock: Callable[[], float], lease_seconds: float, reserve_seconds: float):
         self._clock, self._lease_seconds, self._reserve_seconds = clock, lease_seconds, reserve_seconds
         self.clients: dict[int, Client] = {}
         self._leases: deque[Lease] = deque()
         self._reservations: deque[tuple[float, int, list[int]]] = deque()  # (deadline, client, slots)
+        self._sweep_leases_at = self._sweep_reservations_at = MIN_SWEEP
         self._last_lease = 0
 
     def connect(self, client: int, hash_block_size: int, groups: Sequence[GroupShape]) -> None:
@@ -56,6 +60,9 @@ class LeaseTable:
         lease = Lease(self._last_lease, client, math.inf if forever else self._clock() + self._lease_seconds, entries)
         if not forever:
             self._leases.append(lease)
+            if len(self._leases) >= self._sweep_leases_at:
+                self._leases = deque(each for each in self._leases if each.entries)
+                self._sweep_leases_at = max(MIN_SWEEP, 2 * len(self._leases))
         self.clients[client].leases[lease.name] = lease
         return lease.name
 
@@ -72,6 +79,9 @@ class LeaseTable:
         self.clients[client].reserved.update((entry.slot, (deadline, entry)) for entry in entries)
         if not forever:
             self._reservations.append((deadline, client, [entry.slot for entry in entries]))
+            if len(self._reservations) >= self._sweep_reservations_at:
+                self._reservations = deque(each for each in self._reservations if self._still_reserved(*each))
+                self._sweep_reservations_at = max(MIN_SWEEP, 2 * len(self._reservations))
 
     def end_reservations(self, client: int, slots: Sequence[int]) -> list[BlockEntry]:
         """End the client's reservations of ``slots``. Returns their entries; other slots are ignored."""
@@ -94,11 +104,14 @@ class LeaseTable:
         """Entries reserved beyond their deadline; the caller ends the reservations."""
         now, expired = self._clock(), list[BlockEntry]()
         while self._reservations and self._reservations[0][0] <= now:
-            _, client, slots = self._reservations.popleft()
-            known = self.clients.get(client)
-            held = [known.reserved[slot] for slot in slots if slot in known.reserved] if known is not None else []
-            expired += [entry for deadline, entry in held if deadline <= now]  # others have the slot anew
+            expired += self._still_reserved(*self._reservations.popleft())
         return expired
+
+    def _still_reserved(self, deadline: float, client: int, slots: Sequence[int]) -> list[BlockEntry]:
+        """Entries of this reservation. Other slots of it have been reserved anew, perhaps, with a later deadline."""
+        known = self.clients.get(client)
+        held = [known.reserved[slot] for slot in slots if slot in known.reserved] if known is not None else []
+        return [entry for until, entry in held if until <= deadline]
 
     def next_deadline(self) -> float | None:
         heads = [self._leases[0].deadline] if self._leases else []
