@@ -80,9 +80,13 @@ def model_folder(model: str, revision: str | None = None, download_dir: str | No
 
 def process_start() -> int:
     """When this process began (a forked one, when it was forked), in the nanoseconds of ``stat``."""
-    ticks = int(Path("/proc/self/stat").read_text("utf-8", "replace").rpartition(")")[2].split()[19])
-    age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(process_fields("self")[19]) / os.sysconf("SC_CLK_TCK")
     return time.time_ns() - int(age * 1e9)
+
+
+def process_fields(pid: int | str) -> list[str]:
+    """Of /proc/PID/stat, from the state on: the name before it may hold anything, and is cut within a character."""
+    return Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()
 
 
 def changed_since(moment: int, model: str, revision: str | None, files: Sequence[Path]) -> bool:

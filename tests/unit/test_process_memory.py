@@ -88,7 +88,7 @@ def test_process_identity_names_pid_and_start():
 
 def test_process_whose_name_is_cut_within_a_character_has_an_identity():
     """Linux keeps 15 bytes of it."""
-    rename = "import ctypes; ctypes.CDLL(None).prctl(15, '推理服务模型A'.encode()[:15] + bytes(1), 0, 0, 0)"
+    rename = "import ctypes; ctypes.CDLL(None).prctl(15, 'a推理服务模型'.encode()[:15] + bytes(1), 0, 0, 0)"
     code = f"{rename}; from vllm_kvtier.worker.peer_fetch.process_memory import identity; print(identity().pid)"
     assert int(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout) > 0
 

@@ -61,6 +61,18 @@ def test_service_ends_with_its_context(make):
     assert not service.running and not group_members(service.pid)
 
 
+def test_group_has_members_with_names_that_are_cut_within_a_character():
+    """As vLLM's, with a VLLM_PROCESS_NAME_PREFIX: one of them anywhere on the machine was an error."""
+    rename = "import ctypes; ctypes.CDLL(None).prctl(15, 'a推理服务模型'.encode()[:15] + bytes(1), 0, 0, 0)"
+    code = f"{rename}; print(flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+    ) as process:
+        process.stdout.readline()
+        assert group_members(process.pid) == [process.pid]
+        process.stdin.close()
+
+
 def test_service_exit_during_start_raises_at_once_with_log(make):
     service = make(code="raise SystemExit('no such model')").start()
     started = time.monotonic()

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from vllm_kvtier.fingerprint import process_fields
 from vllm_kvtier.store import linux
 
 POLL_SECONDS = 0.25  # between health checks of a starting service; its death is noticed at once
@@ -298,7 +299,7 @@ def lives(pid: int) -> bool:
 def _stat(pid: int) -> list[str]:
     """Fields of /proc/PID/stat from the third (state) on; empty if the process is gone."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return process_fields(pid)
     except (FileNotFoundError, ProcessLookupError):
         return []
 

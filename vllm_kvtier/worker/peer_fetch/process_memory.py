@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from vllm_kvtier.errors import KVTierError
+from vllm_kvtier.fingerprint import process_fields
 from vllm_kvtier.wire.messages import Shared, SharedSpan
 
 _SET_PTRACER, _ANY = 0x59616D61, ctypes.c_ulong(-1)  # prctl(2)
@@ -131,11 +132,9 @@ class ProcessMemory:
 def _started(pid: int) -> int:
     """Raises ProcessLookupError if there is no such process, or only its exit status."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace")
+        fields = process_fields(pid)
     except (FileNotFoundError, ProcessLookupError):
         raise ProcessLookupError(errno.ESRCH, f"no process {pid}") from None
-    # The second field is the program's name in brackets, which may hold anything.
-    fields = text[text.rindex(")") + 2 :].split()
     if fields[0] in "ZX":
         raise ProcessLookupError(errno.ESRCH, f"process {pid} has ended")
     return int(fields[19])
