@@ -117,7 +117,7 @@ class FakeEngine:
     generate. ``breaks``: it breaks off streams behind their chunks. ``stream_error``: status of the error that is all
     of a stream, but for the role in a chat.
     ``late_error``: the last event of streams, which then wait for ``error_gate`` to end. ``ends``: it is shut down with
-    --shutdown-timeout, and aborts new requests.
+    --shutdown-timeout, and aborts new requests. ``roles``: so many events that name a role begin each stream.
     """
 
     def __init__(self, name: str):
@@ -146,6 +146,7 @@ class FakeEngine:
         self.late_error = ""
         self.error_gate: asyncio.Event | None = None
         self.ends = False
+        self.roles = 0
         self.follow = False  # its params say that decode engines can follow its prefills
         self.passed: list[Seen] = []
         # Bound and not listening: while the engine is dead its port refuses connections, and is no other process's.
@@ -315,6 +316,8 @@ class FakeEngine:
                     yield 'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n'
                 empty = '"delta":{"content":""}' if "messages" in seen.body else '"text":""'
                 yield f'data: {{"id":"x","choices":[{{"index":0,{empty},"finish_reason":"abort"}}]}}\n\n'
+            for _ in range(self.roles):
+                yield 'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n'
             for i in range(0 if self.stream_error or self.ends else self.chunks):
                 if self.gate is not None:
                     await self.gate.acquire()

@@ -17,6 +17,7 @@ from vllm_kvtier.proxy.config import EngineAddress
 from vllm_kvtier.proxy.engines.engine_http import EngineFailure, EngineHttp
 from vllm_kvtier.proxy.messages.buffers import Held
 from vllm_kvtier.proxy.messages.request_bodies import ClientRequest
+from vllm_kvtier.proxy.routes import generation
 
 # ---------------------------------------------------------------- memory of all requests together
 
@@ -230,3 +231,17 @@ async def test_answer_that_is_sent_in_pieces_is_whole():
         assert (await c.chat("hello")).json()["choices"][0]["text"] == "0" * MB
         text = text_of((await c.chat("hello", stream=True)).content)
         assert text == "".join(f"{i}" * MB for i in range(c.d[0].chunks))
+
+
+async def test_events_that_only_name_roles_are_held_up_to_a_limit(monkeypatch):
+    """Until one that says something, another engine can be tried; a stream without one was held without end."""
+    monkeypatch.setattr(generation, "_MAX_ROLES", 10_000)
+    async with Cluster(p=0) as c:
+        c.d[0].gate, c.d[0].roles = asyncio.Semaphore(0), 200
+        async with c.client.stream("POST", "/v1/chat/completions", json=turn("x", stream=True)) as reply:
+            pieces = reply.aiter_raw()
+            assert b"role" in await asyncio.wait_for(anext(pieces), 10)
+            for _ in range(c.d[0].chunks):
+                c.d[0].gate.release()
+            rest = b"".join([piece async for piece in pieces])
+        assert rest.endswith(b"data: [DONE]\n\n")

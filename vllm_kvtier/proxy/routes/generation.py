@@ -62,6 +62,7 @@ logger = get_logger(__name__)
 
 # In a chat's first event, which has nothing else. Within a text its quotes have backslashes.
 _ROLE = b'"delta":{"role":'
+_MAX_ROLES = 1 << 20  # bytes of events that name roles, before others: vLLM's of 4,000 answers to a request
 
 _ALMOST_ALL = 0.9  # of the time for prefills: an engine that had as much and is late has failed
 
@@ -349,12 +350,14 @@ class Generation(EngineRequest):
     # -- the answer ------------------------------------------------------------------------------------------------
 
     async def _first_events(self, reply: Reply, rewriter: response_rewriter.AnswerRewriter) -> bytes:
-        """The first whole events that say anything; before them, another decode engine can be tried. Raises
+        """The first whole events that say anything, or many; before them, another decode engine can be tried. Raises
         EngineFailure, and AnswerTooLarge for an event above the limit."""
         try:
             events = self._feed(reply, rewriter, reply.first)
             async with aclosing(reply.chunks(self._config.stream_idle_timeout)) as chunks:
-                while _is_empty(events) and (data := await anext(chunks, None)) is not None:
+                while len(events) < _MAX_ROLES and _is_empty(events):
+                    if (data := await anext(chunks, None)) is None:
+                        break
                     events += self._feed(reply, rewriter, data)
         except sse.EventTooLarge as error:
             raise AnswerTooLarge(f"{reply.engine}: {error}.") from error
