@@ -8,11 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 from store_process import Store
 from store_support import RawClient, engine_hello
 from support import eventually, interruptible, stop
+from typer.testing import CliRunner
 
 from vllm_kvtier import __version__
+from vllm_kvtier.cli.__main__ import app
 
 COMMAND = [sys.executable, "-m", "vllm_kvtier.cli"]
 
@@ -44,6 +47,13 @@ def test_top_ascii_terminal_prints_replacement_characters(store):
 def test_commands_run_on_one_column_terminal(store):
     for command in (["stats"], ["top", "--once", "--interval", 0.05]):
         assert kvtier(*command, "--socket", store.path, COLUMNS="1").returncode == 0
+
+
+@pytest.mark.parametrize("name", commands := typer.main.get_command(app).commands)
+def test_help_prints_names_in_full(name):
+    shown = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "80"}).output.split()
+    options = [each for each in commands[name].params if each.param_type_name == "option" and not each.hidden]
+    assert {flag for each in options for flag in each.opts} <= {word.rstrip(",") for word in shown}
 
 
 def test_stats_prints_versions_in_full(store):

@@ -17,6 +17,7 @@ from vllm_kvtier.cli.top import command as top
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
+    rich_markup_mode=None,  # rich's tables cut names at 80 columns
     help="Keep and share prompts' KV between vLLM engines: the node store, the proxy, and tools to examine both.",
 )
 # In the order in which `kvtier --help` shows them.
@@ -35,7 +36,7 @@ for name, command in {
     "quality": quality.quality,
     "proxy": proxy.command(),
 }.items():
-    app.command(name)(command)
+    app.command(name, short_help=(command.__doc__ or "").partition("\n\n")[0])(command)
 app.command("prefetch", hidden=True)(pin.warm)
 
 
