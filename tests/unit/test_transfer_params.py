@@ -157,6 +157,14 @@ def test_transfer_params_name_remote_stores(listed, taken):
     assert read({"kvtier": {"stores": listed}}).stores == taken
 
 
+def test_transfer_params_name_no_store_by_what_is_no_text():
+    """Nor is that made text: a client's nested lists end in an error, and large ones take long."""
+    nested: list = []
+    for _ in range(100_000):
+        nested = [nested]
+    assert read({"kvtier": {"stores": [nested, "node-3:7200"]}}).stores == ("node-3:7200",)
+
+
 def test_transfer_params_name_only_stores_that_the_node_store_accepts():
     """It disconnects an engine that sends an invalid message: no request may bring that about."""
     listed = [f"{'n' * length}:{port}" for length in (1, 250, 251, 255) for port in (7, 65535)]

@@ -149,8 +149,8 @@ def _expires_in(value: Any) -> float:
 
 
 def _stores(listed: Any) -> tuple[str, ...]:
-    named = [str(each).rpartition(":") for each in listed[:MAX_PEERS]] if isinstance(listed, list) else []
-    addresses = [_address(host, port) for host, _, port in named]
+    texts = [each for each in listed[:MAX_PEERS] if isinstance(each, str)] if isinstance(listed, list) else []
+    addresses = [_address(host, port) for host, _, port in (text.rpartition(":") for text in texts)]
     stores = [f"{address[0]}:{address[1]}" for address in addresses if address]
     return tuple(store for store in stores if len(store) <= MAX_NAME)  # or the node store would disconnect this engine
 
