@@ -4,6 +4,7 @@ import asyncio
 
 from vllm_kvtier.proxy.config import EngineAddress, ProxyConfig
 from vllm_kvtier.proxy.engines.engine import Engine, EngineSlot
+from vllm_kvtier.proxy.engines.engine_http import Secrets
 from vllm_kvtier.proxy.routing.admission import Admission, Choice
 
 D = (EngineAddress("http://d:1"),)
@@ -16,7 +17,7 @@ class ProxyQueue:
     def __init__(self, room=1, queue_limit=10_000):
         config = ProxyConfig(decode=D, engine_requests=room, queue_limit=queue_limit, request_cost_tokens=REQUEST)
         self.admission = Admission(config, ("prefill", "decode"))
-        self.engine = Engine("decode", 0, D[0], config)
+        self.engine = Engine("decode", 0, D[0], config, Secrets())
         self.engine.on_request_end = lambda engine: self.admission.request_ended("decode")
         self.order: list[str] = []
         self.inside: list[EngineSlot] = []

@@ -13,6 +13,7 @@ from vllm_kvtier.proxy.config import EngineAddress, ProxyConfig
 from vllm_kvtier.proxy.engines import engine as engine_module
 from vllm_kvtier.proxy.engines import export_release
 from vllm_kvtier.proxy.engines.engine import Engine, EngineFailure
+from vllm_kvtier.proxy.engines.engine_http import Secrets
 from vllm_kvtier.proxy.routes.generation import Generation
 
 
@@ -151,7 +152,7 @@ async def test_connection_closed_under_request_is_retried_once(drops):
     config = ProxyConfig(decode=(EngineAddress("http://unused:1"),), backoff_initial=60, backoff_max=60)
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
-        engine = Engine("prefill", 0, EngineAddress(f"http://127.0.0.1:{port}"), config)
+        engine = Engine("prefill", 0, EngineAddress(f"http://127.0.0.1:{port}"), config, Secrets())
         if drops == 1:
             reply = await within(5, engine.ask("POST", "/v1/completions", b"{}", {}, 5))
             assert await reply.read(10, 5) == b"{}"

@@ -10,6 +10,7 @@ from proxy_queue_harness import D, run_loop
 
 from vllm_kvtier.proxy.config import EngineAddress, ProxyConfig
 from vllm_kvtier.proxy.engines.engine import Engine
+from vllm_kvtier.proxy.engines.engine_http import Secrets
 from vllm_kvtier.proxy.routing.admission import Admission, Choice, QueueFull, Rate
 
 
@@ -19,7 +20,7 @@ class ProxyQueue:
     def __init__(self, engines=1, room=1, **options):
         config = ProxyConfig(decode=D, engine_requests=room, **options)
         self.admission = Admission(config, ("decode",))
-        self.engines = [Engine("decode", i, EngineAddress(f"http://d:{i}"), config) for i in range(engines)]
+        self.engines = [Engine("decode", i, EngineAddress(f"http://d:{i}"), config, Secrets()) for i in range(engines)]
         for engine in self.engines:
             engine.on_request_end = lambda engine: self.admission.request_ended("decode")
 

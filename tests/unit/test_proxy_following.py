@@ -9,7 +9,6 @@ import aiohttp
 import pytest
 from proxy_fakes import Cluster, text_of, turn
 
-from vllm_kvtier.proxy.config import EngineAddress
 from vllm_kvtier.proxy.engines.engine_http import EngineFailure, EngineHttp
 from vllm_kvtier.proxy.messages.transfer_params import find_params
 from vllm_kvtier.scheduler.matching.transfer_params import read
@@ -177,7 +176,7 @@ async def test_request_on_a_broken_connection_may_have_reached_its_engine(monkey
     async def ask_once(*_):
         raise left.pop(0)
 
-    http = EngineHttp("P0", EngineAddress(url="http://h:1"), 1.0)
+    http = EngineHttp("P0", "http://h:1", 1.0)
     monkeypatch.setattr(http, "_ask_once", ask_once)
     with pytest.raises(EngineFailure) as failed:
         await http.ask("POST", "/", None, {}, 5.0, True)

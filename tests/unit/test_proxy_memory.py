@@ -13,7 +13,6 @@ import aiohttp
 import pytest
 from proxy_fakes import Cluster, events, text_of, turn
 
-from vllm_kvtier.proxy.config import EngineAddress
 from vllm_kvtier.proxy.engines.engine_http import EngineFailure, EngineHttp
 from vllm_kvtier.proxy.messages.buffers import Held
 from vllm_kvtier.proxy.messages.request_bodies import ClientRequest
@@ -109,7 +108,7 @@ async def test_engines_are_reached_while_dns_does_not_answer(monkeypatch):
             return reply.status
 
         monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
-        known, new = (EngineHttp("D0", EngineAddress(url=f"http://engine.test:{port}"), 0.1) for _ in range(2))
+        known, new = (EngineHttp("D0", f"http://engine.test:{port}", 0.1) for _ in range(2))
         assert await health(known) == 200
         for dns["fault"] in (partial(fails, socket.EAI_AGAIN), asyncio.Event().wait):
             assert await health(known) == 200

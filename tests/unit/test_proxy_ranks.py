@@ -8,6 +8,7 @@ from proxy_fakes import Cluster
 
 from vllm_kvtier.proxy.config import EngineAddress, ProxyConfig
 from vllm_kvtier.proxy.engines.engine import Engine
+from vllm_kvtier.proxy.engines.engine_http import Secrets
 from vllm_kvtier.proxy.messages.transfer_params import TransferParams
 
 
@@ -70,7 +71,7 @@ OF_TWO_NODES = [("a_dp0", 1), ("b_dp1", 2), ("a_dp0", 1)]
 def test_engine_that_restarted_while_idle_is_followed(answers, followed):
     """No request failed: the next answer names the new process."""
     address = EngineAddress("http://p:1")
-    engine = Engine("prefill", 0, address, ProxyConfig(decode=(address,)))
+    engine = Engine("prefill", 0, address, ProxyConfig(decode=(address,)), Secrets())
     for engine_id, port in answers:
         own = {"engine_id": engine_id, "can_follow": True}
         params = {"remote_host": "h", "remote_port": port, "kvtier": own}

@@ -12,7 +12,7 @@ from proxy_fakes import Cluster, FakeEngine, QuietServer, turn
 from vllm_kvtier.errors import ConfigError
 from vllm_kvtier.proxy.config import EngineAddress, ProxyConfig
 from vllm_kvtier.proxy.core import check_secrets
-from vllm_kvtier.proxy.engines.engine import Engine
+from vllm_kvtier.proxy.engines import engine_http
 
 
 @pytest.mark.parametrize("trusted", ["engines and their client", "engines", "nobody"])
@@ -77,27 +77,25 @@ async def test_proxy_tls_reload_uses_renewed_certificates(tmp_path):
         assert (await c.chat("u1")).status_code == 503 and len(c.d[0].seen) == 2
 
 
-async def test_proxy_reload_while_a_certificate_is_written_removes_no_engine(tmp_path, monkeypatch):
-    """It was whole when it was checked, and is empty when it is read again: the engines stay as they are."""
+async def test_proxy_reload_reads_keys_and_certificates_once(tmp_path, monkeypatch):
+    """What is checked is used, whatever is written meanwhile: no reload fails half way."""
     authority = Authority(tmp_path)
-    trusted = tmp_path / "trusted.pem"
-    trusted.write_bytes(Path(authority.ca_file).read_bytes())
-    secured = EngineAddress("https://127.0.0.1:1", ca_file=str(trusted))
-    async with Cluster(p=0, d=2) as c:
-        plain, other = [EngineAddress(fake.url) for fake in c.d]
-        c.core.apply(ProxyConfig(decode=(plain, other, secured)))
+    address = EngineAddress("https://127.0.0.1:1", ca_file=authority.ca_file, api_key_file=str(tmp_path / "engine.key"))
+    (tmp_path / "engine.key").write_text("engine-key-0123456789")
+    read = []
+    monkeypatch.setattr(engine_http, "_tls", lambda address, tls=engine_http._tls: read.append("tls") or tls(address))
+    key = engine_http.read_key
+    monkeypatch.setattr(engine_http, "read_key", lambda *of: read.append("key") or key(*of))
+    async with Cluster(p=0, d=1) as c:
+        plain = EngineAddress(c.d[0].url)
+        for _ in range(2):
+            read.clear()
+            c.core.apply(ProxyConfig(decode=(plain, address)))
+            assert sorted(read) == ["key", "tls", "tls"]
+        Path(authority.ca_file).write_bytes(b"")
         before = list(c.core.decode)
-        os.utime(trusted, (1, 1))
-        update = Engine.update
-
-        def written(engine, *args):
-            if engine is before[2]:
-                trusted.write_bytes(b"")
-            update(engine, *args)
-
-        monkeypatch.setattr(Engine, "update", written)
         with pytest.raises(ConfigError):
-            c.core.apply(ProxyConfig(decode=(plain, secured)))
+            c.core.apply(ProxyConfig(decode=(address,)))
         assert list(c.core.decode) == before and not any(engine.leaving for engine in before)
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 from vllm_kvtier.logs import get_logger
 from vllm_kvtier.proxy.config import ROLES, ProxyConfig
 from vllm_kvtier.proxy.engines.engine import Engine
-from vllm_kvtier.proxy.engines.engine_http import read_key
+from vllm_kvtier.proxy.engines.engine_http import Secrets, read_key
 from vllm_kvtier.proxy.engines.export_release import ExportReleaser, ReleaseCall
 from vllm_kvtier.proxy.engines.fleet import Fleet
 from vllm_kvtier.proxy.engines.refusals import Wants
@@ -182,4 +182,4 @@ def check_secrets(config: ProxyConfig) -> None:
     _tenants(config)
     for role in ROLES:
         for address in getattr(config, role):
-            Engine(role, 0, address, config)
+            Secrets.read(address)

@@ -19,8 +19,7 @@ from vllm_kvtier.proxy.engines.engine_http import (
     EngineFailure,
     EngineHttp,
     Reply,
-    certificates,
-    read_key,
+    Secrets,
 )
 from vllm_kvtier.proxy.engines.refusals import FULL, LACKS, LACKS_AT_ONCE, Lacking, Wants
 from vllm_kvtier.proxy.messages.transfer_params import Source, TransferParams
@@ -50,8 +49,7 @@ class Engine:
     * ``source``: its connector's endpoint, if known; ``last_named``: the one that its last answer named.
     """
 
-    def __init__(self, role: str, index: int, address: EngineAddress, config: ProxyConfig):
-        """Raises ConfigError if its key or certificates cannot be read."""
+    def __init__(self, role: str, index: int, address: EngineAddress, config: ProxyConfig, secrets: Secrets):
         self.role = role
         self.index = index
         self.url = address.url
@@ -77,28 +75,26 @@ class Engine:
         self.on_lack: Callable[[Engine, Wants], None] = lambda engine, wants: None
         #: Called when a request has ended here.
         self.on_request_end: Callable[[Engine], None] = lambda engine: None
-        self.certificates = certificates(address)
-        self._http = EngineHttp(self, address, config.connect_timeout)
+        self._certificates = secrets.files
+        self._http = EngineHttp(self, address.url, config.connect_timeout, secrets.tls)
         self.last_named: Source | None = None
         self._named: dict[tuple[str, int], Source] = {}  # all since its last failure, by endpoint
         self._has_several = False  # endpoints: data-parallel ranks behind one URL
         self._prober: asyncio.Task[None] | None = None
-        self.update(address, config)
+        self.update(address, config, secrets)
 
-    def update(self, address: EngineAddress, config: ProxyConfig) -> None:
-        """Take new options. Raises ConfigError, and changes nothing, if its key or certificates cannot be used."""
-        what = f"The API key for {address.url}"
-        key = None if address.api_key_file is None else read_key(address.api_key_file, what)
-        if (renewed := certificates(address)) != self.certificates:
-            self._http.use_certificates(address)
-            self.certificates = renewed
+    def update(self, address: EngineAddress, config: ProxyConfig, secrets: Secrets) -> None:
+        """Take new options."""
+        if secrets.files != self._certificates:
+            self._http.tls = secrets.tls
+            self._certificates = secrets.files
             if not self.healthy and not self.leaving:  # it lacked these, perhaps
                 self.failures = 1
                 self._probe_soon()
         self.address = address
         self.weight = address.weight
         self.limit = config.engine_requests if address.max_requests is None else address.max_requests
-        self._authorization = None if key is None else f"Bearer {key}"
+        self._authorization = None if secrets.key is None else f"Bearer {secrets.key}"
         # Keys that the proxy checks are not forwarded to engines.
         self._forwards_keys = config.api_keys_file is None
         self._config = config

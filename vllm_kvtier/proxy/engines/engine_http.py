@@ -10,7 +10,7 @@ import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 
@@ -115,18 +115,14 @@ class Reply:
 class EngineHttp:
     """The connections to one engine, opened on first use on the loop that uses them."""
 
-    def __init__(self, engine: Any, address: EngineAddress, connect_timeout: float):
-        """Raises ConfigError if the address's certificates or key cannot be read."""
-        self.connect_timeout = connect_timeout  # may be changed
+    def __init__(self, engine: Any, url: str, connect_timeout: float, tls: ssl.SSLContext | bool = True):
+        """``connect_timeout`` and ``tls`` may be changed: all further requests open or share connections of these."""
+        self.connect_timeout = connect_timeout
+        self.tls = tls
         self._engine = engine
-        self._url = address.url
-        self.use_certificates(address)
+        self._url = url
         self._session: aiohttp.ClientSession | None = None
         self._closed = False
-
-    def use_certificates(self, address: EngineAddress) -> None:
-        """For new connections, which all further requests open or share. Raises ConfigError."""
-        self._tls = _tls(address)
 
     async def ask(
         self, method: str, path: str, body: bytes | None, headers: dict[str, str], timeout: float, repeatable: bool
@@ -154,7 +150,7 @@ class EngineHttp:
     async def _ask_once(self, method: str, path: str, body: bytes | None, headers: dict[str, str]) -> Reply:
         data = io.BytesIO(body) if body is not None and len(body) > _MAX_PLAIN_BODY_BYTES else body
         response = await self._connected().request(
-            method, self._url + path, data=data, headers=headers, allow_redirects=False, ssl=self._tls,
+            method, self._url + path, data=data, headers=headers, allow_redirects=False, ssl=self.tls,
             # No total timeout: answers may be large and slow, and their reads have deadlines.
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=self.connect_timeout),
         )  # fmt: skip
@@ -239,8 +235,22 @@ def _tls(address: EngineAddress) -> ssl.SSLContext | bool:
     return context
 
 
-def certificates(address: EngineAddress) -> tuple:
-    """The certificate files and their times; with a change they are read again."""
+class Secrets(NamedTuple):
+    """An engine's key and certificates, read once. ``files``: the certificates' names and times."""
+
+    key: str | None = None
+    tls: ssl.SSLContext | bool = True
+    files: tuple = ()
+
+    @classmethod
+    def read(cls, address: EngineAddress) -> "Secrets":
+        """Raises ConfigError."""
+        name, files = address.api_key_file, _certificates(address)
+        return cls(None if name is None else read_key(name, f"The API key for {address.url}"), _tls(address), files)
+
+
+def _certificates(address: EngineAddress) -> tuple:
+    """(name, time) of each file."""
 
     def changed(name: str) -> int:
         try:

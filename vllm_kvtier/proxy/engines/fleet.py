@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from vllm_kvtier.logs import get_logger
 from vllm_kvtier.proxy.config import ROLES, EngineAddress, ProxyConfig
 from vllm_kvtier.proxy.engines.engine import Engine
+from vllm_kvtier.proxy.engines.engine_http import Secrets
 from vllm_kvtier.proxy.engines.refusals import Wants
 
 logger = get_logger(__name__)
@@ -67,32 +68,27 @@ class Fleet:
         """
         wanted = {role: self._wanted(role, getattr(config, role), config) for role in ROLES}
         for role, engines in wanted.items():
-            for engine, address in engines.items():
-                if engine in self._engines[role]:
-                    engine.update(address, config)  # may still raise, if a file has changed since
-        for role, engines in wanted.items():
             for engine in self._engines[role]:
                 if engine not in engines:
                     self._remove(engine)
-            for engine in engines:
-                if engine not in self._engines[role]:
+            for engine, (address, secrets) in engines.items():
+                if engine in self._engines[role]:
+                    engine.update(address, config, secrets)
+                else:
                     self._add(engine, probe_on_start)
             self._engines[role] = list(engines)
 
     def _wanted(
         self, role: str, addresses: tuple[EngineAddress, ...], config: ProxyConfig
-    ) -> dict[Engine, EngineAddress]:
+    ) -> dict[Engine, tuple[EngineAddress, Secrets]]:
         present = {engine.url: engine for engine in self._engines[role]}
         wanted = {}
         for address in addresses:
-            engine = present.get(address.url)
-            if engine is not None:
-                # Reads the files that `apply` reads again, so that `apply` does not fail half way.
-                Engine(role, -1, address, config)
-            else:
-                engine = Engine(role, self._next_index[role], address, config)
+            secrets = Secrets.read(address)
+            if (engine := present.get(address.url)) is None:
+                engine = Engine(role, self._next_index[role], address, config, secrets)
                 self._next_index[role] += 1
-            wanted[engine] = address
+            wanted[engine] = address, secrets
         return wanted
 
     def _add(self, engine: Engine, probe_on_start: bool) -> None:
