@@ -8,6 +8,7 @@ import signal
 import ssl
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import anyio
 import httpx
@@ -20,8 +21,9 @@ from vllm_kvtier.cli import proxy as proxy_command
 from vllm_kvtier.cli.__main__ import app as kvtier
 from vllm_kvtier.errors import ConfigError
 from vllm_kvtier.proxy.config import EngineAddress, ProxyConfig
-from vllm_kvtier.proxy.config_file import ServerOptions, Settings, keys_warning, load_settings
+from vllm_kvtier.proxy.config_file import ServerOptions, Settings, load_settings
 from vllm_kvtier.proxy.kv_events.index import BLOCK_BYTES
+from vllm_kvtier.proxy.reloading import Reloader
 from vllm_kvtier.store.memory.memory_limits import MemoryLimits
 
 FORMS = {
@@ -175,7 +177,7 @@ KEYED = EngineAddress("http://d:1", api_key_file="engine.key")
     ],
 )
 def test_proxy_warns_if_engines_have_keys_and_clients_need_none(engines, options, server, warns):
-    warning = keys_warning(Settings(ServerOptions(**server), ProxyConfig(**engines, **options)))
+    warning = proxy_command.keys_warning(Settings(ServerOptions(**server), ProxyConfig(**engines, **options)))
     assert ("http://d:1 has api_key_file, and no client is checked" in warning) == bool(warning) == warns
 
 
@@ -281,6 +283,18 @@ async def test_running_proxy_warns_of_unchecked_clients_at_start_and_reload(tmp_
         proxy.write(text=json.dumps({"engines": [entry], "queue_limit": 7}))
         await proxy.until("yaml reloaded")
         assert count() == 2
+
+
+async def test_reload_warns_of_the_server_options_that_serve(tmp_path):
+    """Others need a restart, which a warning says."""
+    serving = ServerOptions(tls_cert_file="c", tls_key_file="k", tls_client_ca_file="ca")
+    checks = Settings(serving, ProxyConfig(decode=(EngineAddress("http://d:2"),)))
+    changed = Settings(ServerOptions(), ProxyConfig(decode=(KEYED,)))
+    core, warned, given = SimpleNamespace(apply=lambda config: None), [], []
+    reloader = Reloader(SimpleNamespace(core=core), "", checks, lambda: changed, given.append, warned.append)
+    for _ in range(2):
+        await reloader.reload()
+    assert given == [changed.server] * 2 and warned == [Settings(serving, changed.proxy)] * 2
 
 
 async def test_files_are_watched_after_any_error(tmp_path, engines):

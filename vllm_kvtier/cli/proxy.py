@@ -31,14 +31,28 @@ def proxy(config: str | None, **options: Any) -> None:
     except ModuleNotFoundError as error:
         sys.exit(f"The proxy needs the package {error.name}, which is not installed: pip install 'vllm-kvtier[proxy]'")
 
-    def load() -> Settings:
-        settings = load_settings(config, _engines_read(options))
-        if warning := kv_events_warning(settings.proxy):
-            logger.warning("kvtier: proxy: %s", warning)
-        return settings
-
     with inputs.errors_as_messages(code=2):
-        serve(load(), config, load)
+        serve(config, lambda: load_settings(config, _engines_read(options)), _warn)
+
+
+def _warn(settings: Settings) -> None:
+    for warning in (keys_warning(settings), kv_events_warning(settings.proxy)):
+        if warning:
+            logger.warning("kvtier: proxy: %s", warning)
+
+
+def keys_warning(settings: Settings) -> str:
+    """Whether clients that nothing checks use engines with the proxy's key; "": no."""
+    proxy = settings.proxy
+    addresses = (address for role in ROLES for address in getattr(proxy, role))
+    keyed = next((address.url for address in addresses if address.api_key_file is not None), None)
+    checked = proxy.api_keys_file is not None or proxy.trust_tenant_header
+    if keyed is None or checked or settings.server.tls_client_ca_file is not None:
+        return ""
+    return (
+        f"{keyed} has api_key_file, and no client is checked: a request with any key, or without one, is sent there "
+        "with the proxy's key. Set api_keys_file, or remove api_key_file to have the engine check the clients' keys"
+    )
 
 
 def kv_events_warning(config: ProxyConfig, read_limits: Callable[[], MemoryLimits] = memory_limits) -> str:

@@ -85,20 +85,6 @@ def watched_files(path: str, settings: Settings) -> set[Path]:
     return {Path(name) for name in names if name is not None}
 
 
-def keys_warning(settings: Settings) -> str:
-    """Whether clients that nothing checks use engines with the proxy's key; "": no."""
-    proxy = settings.proxy
-    addresses = (address for role in ROLES for address in getattr(proxy, role))
-    keyed = next((address.url for address in addresses if address.api_key_file is not None), None)
-    checked = proxy.api_keys_file is not None or proxy.trust_tenant_header
-    if keyed is None or checked or settings.server.tls_client_ca_file is not None:
-        return ""
-    return (
-        f"{keyed} has api_key_file, and no client is checked: a request with any key, or without one, is sent there "
-        "with the proxy's key. Set api_keys_file, or remove api_key_file to have the engine check the clients' keys"
-    )
-
-
 def _read(path: Path) -> dict[str, Any]:
     """The file as options by name: engines by role, paths absolute."""
     try:

@@ -13,14 +13,9 @@ from pathlib import Path
 from vllm_kvtier.errors import ConfigError
 from vllm_kvtier.logs import get_logger
 from vllm_kvtier.proxy.app import ProxyApp
-from vllm_kvtier.proxy.config_file import Settings, keys_warning, watched_files
+from vllm_kvtier.proxy.config_file import ServerOptions, Settings, watched_files
 
 logger = get_logger(__name__)
-
-
-def warn_of_keys(settings: Settings) -> None:
-    if warning := keys_warning(settings):
-        logger.warning("kvtier: proxy: %s", warning)
 
 
 class Reloader:
@@ -32,15 +27,17 @@ class Reloader:
         path: str,
         settings: Settings,
         load: Callable[[], Settings],
-        on_settings: Callable[[Settings], None],
+        reload_certificate: Callable[[ServerOptions], None],
+        warn: Callable[[Settings], None],
     ):
-        """``settings``: in force now. ``load`` reads the file at ``path`` and the command's options; ``on_settings``
-        may raise ConfigError."""
+        """``settings``: in force now. ``load`` reads the file at ``path`` and the command's options, and
+        ``reload_certificate`` gets the server's; it may raise ConfigError."""
         self._app = app
         self._path = path
         self._settings = settings
         self._load = load
-        self._on_settings = on_settings
+        self._reload_certificate = reload_certificate
+        self._warn = warn
         self._lock = asyncio.Lock()
         self._stop = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -61,10 +58,11 @@ class Reloader:
         """Read the file and apply it. Raises ConfigError, and then changes nothing."""
         async with self._lock:
             settings = await asyncio.to_thread(self._load)
-            self._on_settings(settings)
+            self._reload_certificate(settings.server)
             self._app.core.apply(settings.proxy)
-            self._settings = settings
-            warn_of_keys(settings)
+            # The server's stay those of the start.
+            self._settings = Settings(self._settings.server, settings.proxy)
+            self._warn(self._settings)
             logger.info("kvtier: proxy: configuration %s reloaded", self._path)
 
     async def stop(self) -> None:

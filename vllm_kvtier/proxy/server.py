@@ -2,7 +2,6 @@
 
 import asyncio
 import math
-import resource
 import signal
 import ssl
 from collections.abc import Callable
@@ -16,8 +15,9 @@ from vllm_kvtier.proxy import logs
 from vllm_kvtier.proxy.app import ProxyApp, create_app
 from vllm_kvtier.proxy.config_file import Settings
 from vllm_kvtier.proxy.core import check_secrets
-from vllm_kvtier.proxy.reloading import Reloader, warn_of_keys
+from vllm_kvtier.proxy.reloading import Reloader
 from vllm_kvtier.proxy.routes.connections import BoundedProtocol
+from vllm_kvtier.wire.reactor import raise_descriptor_limit
 
 logger = get_logger(__name__)
 
@@ -57,16 +57,18 @@ class Server(uvicorn.Server):
         loop.call_soon_threadsafe(loop.call_later, self._drain_delay, super().handle_exit, sig, frame)
 
 
-def serve(settings: Settings, path: str | None, load: Callable[[], Settings]) -> None:
-    """Serve until a signal. ``path``: the configuration file, if any; ``load`` reads it again.
+def serve(path: str | None, load: Callable[[], Settings], warn: Callable[[Settings], None]) -> None:
+    """Serve until a signal. ``path``: the configuration file, if any, which ``load`` reads, with the command's options.
+    ``warn``: of what may be wrong with the settings that are in force now.
 
     Raises ConfigError before anything listens if a key, a certificate or a secret cannot be used.
     """
+    settings = load()
     check_secrets(settings.proxy)
-    _raise_descriptor_limit()
+    raise_descriptor_limit()
     logs.install(settings.server.log_level)
     options = settings.server
-    warn_of_keys(settings)
+    warn(settings)
     app = create_app(settings.proxy)
     config = uvicorn.Config(
         app,
@@ -91,20 +93,11 @@ def serve(settings: Settings, path: str | None, load: Callable[[], Settings]) ->
         raise ConfigError(f"The certificate cannot be used ({error}); check tls_cert_file and tls_key_file.") from error
     server = Server(config, app, options.drain_delay)
     if path is not None:
-        on_settings = partial(_reload_certificate, config, options)
-        server.reloader = Reloader(app, path, settings, load, lambda new: on_settings(new.server))
+        reload_certificate = partial(_reload_certificate, config, options)
+        server.reloader = Reloader(app, path, settings, load, reload_certificate, warn)
     # Until the reloader runs, or without a file, there is nothing to reload; the default action would end the process.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     server.run()
-
-
-def _raise_descriptor_limit() -> None:
-    """A request takes three; shells and systemd give 1,024."""
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    except (OSError, ValueError) as error:
-        logger.warning("kvtier: proxy: the limit of open files cannot be raised (%s)", error)
 
 
 def _reload_certificate(config: uvicorn.Config, old, new) -> None:

@@ -5,7 +5,6 @@ import contextlib
 import logging
 import logging.handlers
 import os
-import resource
 import sys
 
 from vllm_kvtier.errors import KVTierError
@@ -13,6 +12,7 @@ from vllm_kvtier.logs import LIMIT, get_logger
 from vllm_kvtier.store import options as o
 from vllm_kvtier.store.launcher import READY, store_path
 from vllm_kvtier.store.server.server import serve
+from vllm_kvtier.wire.reactor import raise_descriptor_limit
 
 ALL_CORES = range(8192)  # more than Linux has; numbers in a container may be larger than its count of cores
 LOG_BYTES = 1 << 20  # of the log file; one older file of the same size is kept
@@ -32,7 +32,7 @@ def run(path: str, options: o.StoreOptions, ready_fd: int = -1) -> int:
 
     try:
         _log_to(options)
-        _raise_descriptor_limit()
+        raise_descriptor_limit()
         serve(path, options, lambda: send(READY), launched=ready_fd >= 0)
     except (KVTierError, OSError) as error:
         get_logger(__name__).error("kvtier: %s", error)
@@ -43,15 +43,6 @@ def run(path: str, options: o.StoreOptions, ready_fd: int = -1) -> int:
         send(repr(error).encode())
         return 1
     return 0
-
-
-def _raise_descriptor_limit() -> None:
-    """Of this process and its children. A connection to another store takes four; shells and systemd give 1,024."""
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    except (OSError, ValueError) as error:
-        get_logger(__name__).warning("kvtier: store: the limit of open files cannot be raised (%s)", error)
 
 
 def _log_to(options: o.StoreOptions) -> None:

@@ -10,6 +10,7 @@ import heapq
 import itertools
 import math
 import os
+import resource
 import select
 import struct
 import threading
@@ -294,3 +295,13 @@ def drain(socket: zmq.Socket[bytes], on_frames: Callable[[list[bytes]], None], l
         except zmq.Again:
             return
         on_frames(frames)
+
+
+def raise_descriptor_limit() -> None:
+    """Of this process and its children. Shells and systemd give 1,024; a request of the proxy takes three, a store's
+    connection to another one four."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    except (OSError, ValueError) as error:
+        logger.warning("kvtier: the limit of open files cannot be raised (%s)", error)
