@@ -6,7 +6,6 @@ for byte, and a prompt of a megabyte is not parsed more often than needed.
 
 import enum
 import json
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -42,8 +41,6 @@ _Fields = dict[str, msgspec.Raw]
 _OBJECT, _OBJECTS = msgspec.json.Decoder(_Fields), msgspec.json.Decoder(list[_Fields])
 _NULL = msgspec.Raw(b"null")
 _UUID = (b"uuid", *(b"\\u%04x" % letter for letter in b"uid"))  # as it may be written in JSON
-_FORM_VALUE = re.compile(rb'name="[^"]*"[^\r\n]*\r\n(?:[^\r\n]+\r\n)*\r\n([^\r\n]*)')
-_MAX_FORM_CHARS = 2048  # headers of a part, and its value
 _MAX_ID_CHARS = 256
 
 # Of a chat, what templates render before its messages.
@@ -254,13 +251,6 @@ def read_field(fields: _Fields, name: str) -> Any:
     """A field's value; None if it is absent or null. Raises BadRequest."""
     raw = fields.get(name)
     return None if raw is None else _decode(raw, name)
-
-
-def find_form_field(body: bytes, name: str) -> str:
-    """The value of a field of a multipart body; "" if it is not found."""
-    at = body.find(f'name="{name}"'.encode())
-    found = _FORM_VALUE.match(body, at, at + _MAX_FORM_CHARS) if at >= 0 else None
-    return found[1].decode("utf-8", "replace") if found else ""
 
 
 def as_utf8(body: bytes) -> bytes:

@@ -22,13 +22,13 @@ from vllm_kvtier.proxy.core import ProxyCore
 from vllm_kvtier.proxy.engines.engine import AnswerTooLarge, Engine, EngineFailure, EngineSlot, Reply
 from vllm_kvtier.proxy.engines.refusals import MAX_NAME, may_be_served_elsewhere
 from vllm_kvtier.proxy.messages import response_rewriter
+from vllm_kvtier.proxy.messages.forms import Form, is_form
 from vllm_kvtier.proxy.messages.incoming_request import Incoming
 from vllm_kvtier.proxy.messages.request_bodies import (
     MESSAGE_FIELDS,
     SCORE_FIELDS,
     BadRequest,
     as_utf8,
-    find_form_field,
     read_field,
     read_object,
     remove_transfer_fields,
@@ -147,13 +147,16 @@ class Passthrough(EngineRequest):
                 slot.release()
 
     def _prepared(self, body: bytes) -> bytes:
-        """The body for the engine. What computes KV gets a salt, and its transfer params are removed.
+        """The body for the engine. What computes KV gets a salt, if engines take one, and its transfer params are
+        removed.
 
-        Whatever its content type says: engines compare it without regard to case, others may ignore it. Only
-        ``extra_routes`` may take bodies that are no JSON objects.
+        JSON is read whatever its content type says: engines compare it without regard to case, others may ignore it.
+        Only ``extra_routes`` may take other bodies than JSON objects and, for audio, forms.
         """
-        if self._incoming.path in _AUDIO:
-            self._refusals.wants = self._incoming.path, find_form_field(body, "model")[:MAX_NAME]
+        if self._incoming.path in _AUDIO and is_form(kind := self._incoming.headers.get("content-type", "")):
+            form = Form(body, kind)
+            self._refusals.wants = self._incoming.path, form.get("model")[:MAX_NAME]
+            return form.without_transfer_fields()
         if self._incoming.path not in _JSON and not (self._rule.salted and _is_object(body)):
             return body
         fields = read_object(body)
