@@ -270,7 +270,8 @@ async def test_waiting_embeddings_go_to_pooling_engines_that_were_added():
             tasks.append(asyncio.create_task(call(f"u{held}") if call else _embed(c, "a")))
             await c.until(lambda: c.core.decode[0].full and c.core.admission.waiting("decode") == held)  # noqa: B023
         c.core.apply(c.config())
-        await c.until(lambda: c.core.fleet.pooling[0].full and c.core.admission.waiting("decode") == 2)
+        await c.until(lambda: c.core.fleet.pooling[0].full and c.core.admission.waiting("pooling") == 1)
+        assert c.core.admission.waiting("decode") == 1
         pooling.hold.set()
         assert await asyncio.wait_for(asyncio.gather(*embeddings), 10) == [200, 200]
         assert len(pooling.passed) == 2 and not any(chat.done() for chat in chats)

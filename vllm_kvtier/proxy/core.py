@@ -9,7 +9,6 @@ from vllm_kvtier.proxy.engines.engine import Engine
 from vllm_kvtier.proxy.engines.engine_http import Secrets, read_key
 from vllm_kvtier.proxy.engines.export_release import ExportReleaser, ReleaseCall
 from vllm_kvtier.proxy.engines.fleet import Fleet
-from vllm_kvtier.proxy.engines.refusals import Wants
 from vllm_kvtier.proxy.keys import ApiKeys
 from vllm_kvtier.proxy.kv_events.feeds import KVEvents
 from vllm_kvtier.proxy.kv_events.prompt_tokens import PromptTokenizer
@@ -57,9 +56,9 @@ class ProxyCore:
         self.prefixes = PrefixMemory(config.max_prefixes)
         self.admission = Admission(config, ROLES)
         self.fleet = Fleet(
-            on_change=lambda engine: self._serve_anew(engine.role, None),
-            on_request_end=self._request_ended,
-            on_all_lack=self._serve_anew,
+            on_change=lambda engine: self.admission.serve_waiting(engine.role, anew=True),
+            on_request_end=lambda engine: self.admission.request_ended(engine.role),
+            on_all_lack=lambda role, wants: self.admission.serve_waiting(role, anew=True, wants=wants),
         )
         self.events = KVEvents(self.fleet)
         self.tokenizer = PromptTokenizer(self.fleet, config, self.answers, self.count)
@@ -105,18 +104,6 @@ class ProxyCore:
         self.bodies.limit = self.answers.limit = config.max_buffered_bytes
         for role in ROLES:
             self.admission.serve_waiting(role, anew=True)
-
-    def _serve_anew(self, role: str, wants: Wants) -> None:
-        # Embeddings stay in their queue when a reload adds the first pooling engine, or removes the last.
-        for queue in ("prefill",) if role == "prefill" else ("pooling", "decode"):
-            self.admission.serve_waiting(queue, anew=True, wants=wants)
-
-    def _request_ended(self, engine: Engine) -> None:
-        if engine.role == "decode" and not self.fleet.pooling:
-            self.admission.serve_waiting("pooling")  # what is left there; later embeddings wait with the others
-        self.admission.request_ended(engine.role)
-        if engine.role == "pooling":
-            self.admission.serve_waiting("decode", at=engine)
 
     def count(self, event: str) -> None:
         self._counts[event] += 1

@@ -187,21 +187,26 @@ class Passthrough(EngineRequest):
             return EngineSlot(engines[0])
         if not self._rule.salted and not self._asked and (engine := self._stored_at()) is not None:
             return EngineSlot(engine)  # of what is stored there it computes nothing
-        role = "pooling" if self._rule.role == "pooling" and self._core.fleet.pooling else "decode"
+        role = self._role()
 
         def choose() -> Choice | None:
-            if not (usable := self._usable()):
+            if role != self._role() or not (usable := self._usable()):
                 return None
             free = next((engine for engine in usable if not engine.full), None)
             if free is None:
-                # A reload may have moved them to engines of the other role, for which no other request waits here.
-                engines = getattr(self._core.fleet, role)
-                full = waits_for(usable, engines) if usable[0].role == role else frozenset(usable)
-                return Choice(None, full=full)
+                return Choice(None, full=waits_for(usable, getattr(self._core.fleet, role)))
             free.lacking.tried(self._refusals.wants)
             return Choice(free, tokens if self._rule.salted else 0)
 
-        return await self._acquire(role, choose, deadline)
+        slot = await self._acquire(role, choose, deadline)
+        if slot is None and role != self._role():
+            return await self._slot(tokens, deadline)
+        return slot
+
+    def _role(self) -> str:
+        """Whose engines serve it, and whose queue it waits in: a reload may add the first pooling engine, or remove the
+        last."""
+        return "pooling" if self._rule.role == "pooling" and self._core.fleet.pooling else "decode"
 
     def _usable(self) -> list[Engine]:
         """The engines to which it may be sent, best first."""
@@ -218,7 +223,7 @@ class Passthrough(EngineRequest):
             # Decode engines first: there is always one.
             found = [engine for engine in fleet if engine.open]
             found.sort(key=lambda e: (e.role != "decode", e.load, e.weighted_picks))
-        elif self._rule.role == "pooling" and fleet.pooling:
+        elif self._role() == "pooling":
             found = [engine for engine in fleet.pooling if engine.open]
             found.sort(key=lambda e: (e.load, e.weighted_picks))
         elif (engine := self._stored_at()) is not None:

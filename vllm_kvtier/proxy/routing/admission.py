@@ -124,18 +124,13 @@ class Admission:
             raise result
         return result
 
-    def serve_waiting(self, role: str, *, anew: bool = False, wants: Wants = None, at: Engine | None = None) -> None:
+    def serve_waiting(self, role: str, *, anew: bool = False, wants: Wants = None) -> None:
         """Grant the free slots to waiting requests. Of those for the same full engines, the first is asked. ``anew``:
-        all are, or all that want ``wants``: other engines may serve them than when they were asked last, or none.
-        ``at``: only those whose ``full`` has this engine, which is none of the role."""
+        all are, or all that want ``wants``: other engines may serve them than when they were asked last, or none."""
         queue = self._queues[role]
-        if at is not None and not any(waiter.full and at in waiter.full for waiter in queue):
-            return
         full: set[frozenset[Engine]] = set()
         for waiter in queue.in_turn():
             if waiter.full in full or (wants is not None and waiter.wants != wants):
-                continue
-            if at is not None and (waiter.full is None or at not in waiter.full):
                 continue
             choice = waiter.choose()
             if choice is None:
