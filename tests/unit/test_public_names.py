@@ -108,7 +108,7 @@ def test_renamed_proxy_option_both_keys_are_refused(tmp_path):
 
 def test_renamed_proxy_option_old_flag_is_accepted_and_hidden(monkeypatch, warnings):
     served = []
-    monkeypatch.setattr("vllm_kvtier.proxy.server.serve", lambda settings, *_: served.append(settings.proxy))
+    monkeypatch.setattr("vllm_kvtier.proxy.server.serve", lambda path, load, warn: served.append(load().proxy))
     flags = ["proxy", "--decode", "http://d:1", "--retry-after-most", "7"]
     assert CliRunner().invoke(app, flags).exit_code == 0
     assert served[0].retry_after_max == 7.0 and len(warnings()) == 1
