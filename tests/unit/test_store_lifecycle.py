@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import logging
 import os
 import shutil
 import socket
@@ -9,6 +10,7 @@ import stat
 import subprocess
 import threading
 import time
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
 import msgspec
@@ -138,6 +140,20 @@ def test_store_whose_socket_was_removed_listens_again(watched, gone):
     assert eventually(lambda: descriptors().total() <= before)
     watched.stop()
     assert not os.path.exists(watched.path)
+
+
+def test_store_whose_directory_was_removed_writes_its_log_there_again(watched, caplog):
+    caplog.set_level(logging.INFO)
+    folder = Path(watched.path).parent
+    log = RotatingFileHandler(folder / "s.log")
+    logging.getLogger().addHandler(log)
+    try:
+        shutil.rmtree(folder)
+        assert eventually(lambda: (folder / "s.log").exists())
+        assert eventually(lambda: f"it listens at {watched.path} again" in (folder / "s.log").read_text())
+    finally:
+        logging.getLogger().removeHandler(log)
+        log.close()
 
 
 def test_store_whose_directory_cannot_be_made_again_waits_for_the_next_login(watched, caplog):

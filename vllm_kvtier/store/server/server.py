@@ -15,6 +15,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -200,6 +201,9 @@ class StoreServer:
         self._socket_file = listen_socket.file_id(self.path)
         self.reactor.add_fd(listener.fileno(), lambda events: self._accept())
         listen_socket.sign(lock)
+        for handler in logging.getLogger().handlers:
+            if isinstance(handler, RotatingFileHandler):
+                handler.close()  # the log lies beside the socket, mostly: the next line opens it again
         logger.info("kvtier: store: its socket was removed; it listens at %s again", self.path)
 
     def _stop_listening(self) -> None:
