@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import json
 import resource
 import sys
@@ -12,7 +13,7 @@ import httpx
 import pytest
 from proxy_fakes import ALONE, Cluster, alone, events, text_of, turn
 
-from vllm_kvtier.proxy.routes.connections import MAX_HEAD_BYTES
+from vllm_kvtier.proxy.routes.connections import MAX_HEAD_BYTES, BoundedProtocol
 from vllm_kvtier.scheduler.matching.transfer_params import Hints, read
 
 JSON = {"Content-Type": "application/json"}
@@ -562,3 +563,68 @@ async def test_proxy_command_starts_and_serves():
         )
         _, told = await asyncio.wait_for(bad.communicate(), 20)
         assert bad.returncode == 2 and told.decode().startswith("error: The engine URL 'nonsense' is invalid")
+
+
+INNER = json.dumps(turn("smuggled")).encode()
+INNER = b"Host: a\r\nX-Tenant: victim\r\nContent-Length: %d\r\n\r\n" % len(INNER) + INNER
+INNER = b"POST /v1/chat/completions HTTP/1.1\r\n" + INNER
+FRAMING = {
+    "length": b"Content-Length: %d\r\n\r\n" % len(INNER),
+    "chunked": b"Transfer-Encoding: chunked\r\n\r\n%x\r\n" % len(INNER),
+    "no-body": b"\r\n",
+}
+UPGRADE = b"Host: a\r\nConnection: keep-alive, Upgrade\r\nUpgrade: %s\r\n"
+OUTER = {
+    "h2c": b"POST /v1/audio/transcriptions HTTP/1.1\r\n" + UPGRADE % b"h2c",
+    "websocket": b"GET /v1/realtime HTTP/1.1\r\n" + UPGRADE % b"websocket",
+    "websocket-post": b"POST /v1/chat/completions HTTP/1.1\r\n" + UPGRADE % b"WebSocket",
+    "connect": b"CONNECT a:1 HTTP/1.1\r\nHost: a\r\n",
+}
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 50])
+@pytest.mark.parametrize("framing", FRAMING)
+@pytest.mark.parametrize("outer", OUTER)
+async def test_body_of_request_that_asks_for_another_protocol_is_no_request(outer, framing, pieces):
+    sent = OUTER[outer] + FRAMING[framing]
+    async with Cluster(trust_tenant_header=True) as c:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(c.url.rpartition(":")[2]))
+        if pieces == 1:
+            writer.write(sent + INNER)
+        else:
+            writer.write(sent)
+            await writer.drain()
+            assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 400 ")
+        with anyio.fail_after(20), contextlib.suppress(ConnectionError):
+            for at in range(0, len(INNER) if pieces > 1 else 0, len(INNER) // (pieces - 1 or 1)):
+                writer.write(INNER[at : at + len(INNER) // (pieces - 1)])
+                await writer.drain()
+            answers = await reader.read()
+            assert answers.count(b"HTTP/1.1 ") == (pieces == 1) and b"without Upgrade" in answers
+        writer.close()
+        await c.chat("hello")
+        assert not any("smuggled" in json.dumps(seen.body) for engine in (*c.p, *c.d) for seen in engine.seen)
+
+
+async def test_pipelined_request_that_asks_for_another_protocol_is_not_answered():
+    """Its 400 would be taken for the answer to the one before it."""
+    async with Cluster() as c:
+        c.d[0].hold = asyncio.Event()
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(c.url.rpartition(":")[2]))
+        writer.write(INNER + OUTER["h2c"] + FRAMING["length"] + INNER)
+        with anyio.fail_after(20):
+            assert await reader.read() == b""
+        writer.close()
+
+
+async def test_websocket_attempts_leave_nothing():
+    async with Cluster() as c:
+        for _ in range(20):
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(c.url.rpartition(":")[2]))
+            writer.write(OUTER["websocket"] + b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: YQ==\r\n\r\n")
+            with anyio.fail_after(20):
+                assert (await reader.read()).startswith(b"HTTP/1.1 400 ")
+            writer.close()
+        await c.chat("hello")
+        gc.collect()
+        assert len([each for each in gc.get_objects() if type(each) is BoundedProtocol]) <= 2

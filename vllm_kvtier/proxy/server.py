@@ -73,6 +73,7 @@ def serve(path: str | None, load: Callable[[], Settings], warn: Callable[[Settin
     config = uvicorn.Config(
         app,
         http=BoundedProtocol,
+        ws="none",
         host=options.host,
         port=options.port,
         log_config=None,

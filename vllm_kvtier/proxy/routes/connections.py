@@ -1,6 +1,9 @@
 """uvicorn's HTTP protocol with bounds for what is not yet a request: uvicorn has none with httptools.
 
 Otherwise anything that can connect could send headers without end, which are held, or connections without a request.
+And it could send requests within the body of one that asks for another protocol (``Upgrade``, CONNECT): httptools gives
+such a request no body, and uvicorn goes on to read requests. A gateway has not seen these, and takes their answers for
+those of the next requests that it sends on the connection, other clients' perhaps.
 """
 
 from typing import Any
@@ -9,6 +12,7 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 # Of a request's line and headers, or of the trailers after a body.
 MAX_HEAD_BYTES = 64 << 10
+_NO_UPGRADE = "No other protocol is supported: send the request without Upgrade, as HTTP/1.1."
 
 _Base: Any = AutoHTTPProtocol
 # h11, which uvicorn takes without httptools, has a bound of its own.
@@ -18,7 +22,8 @@ _BUSY, _CLOSING = object(), object()
 
 class BoundedProtocol(_Base):
     """A connection ends if a head is larger than ``MAX_HEAD_BYTES``, or if no request begins within ``client_timeout``,
-    or up to twice as long. One that is closed has so long to take the rest of an answer."""
+    or up to twice as long. One that is closed has so long to take the rest of an answer. It ends at a request that asks
+    for another protocol: nothing behind that one's headers is read."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -34,15 +39,17 @@ class BoundedProtocol(_Base):
             cycle.message_event.set()
 
     def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return  # TLS may still have some
         self._head_bytes += len(data)
         super().data_received(data)
-        if _IS_UNBOUNDED and self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
-            if self._request() is _BUSY:
-                self.transport.close()
-            else:
-                self.send_400_response(f"The request line and the headers exceed {MAX_HEAD_BYTES} bytes.")
+        if _IS_UNBOUNDED and self._head_bytes > MAX_HEAD_BYTES:
+            self._refuse(f"The request line and the headers exceed {MAX_HEAD_BYTES} bytes.")
 
     def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade():
+            self._refuse(_NO_UPGRADE)
+            raise ValueError(_NO_UPGRADE)  # ends the parser
         self._head_bytes = 0
         super().on_headers_complete()
         self._cycles = [*self._unanswered(), self.cycle]
@@ -50,6 +57,17 @@ class BoundedProtocol(_Base):
     def on_body(self, body: bytes) -> None:
         self._head_bytes = 0
         super().on_body(body)
+
+    def send_400_response(self, msg: str) -> None:
+        if not self.transport.is_closing():
+            super().send_400_response(msg)
+
+    def _refuse(self, message: str) -> None:
+        """Answer 400, unless another request's answer would come before it, and close."""
+        if self._request() is _BUSY:
+            self.transport.close()
+        else:
+            self.send_400_response(message)
 
     def _unanswered(self) -> list[Any]:
         return [cycle for cycle in self._cycles if cycle is not None and not cycle.response_complete]
