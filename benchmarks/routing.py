@@ -7,6 +7,11 @@ computed in 55, 224 and 1,285 ms, loaded from host memory in 21, 43 and 127 ms).
 first, in chunks of 8,192 tokens between decode steps, and load what is faster loaded than computed.
 
     python benchmarks/routing.py simulate --trace mooncake_conversation_trace.jsonl.xz --speed 1 2
+
+``decide`` measures the processor time of one choice of a decode engine among many, by policy ``kv_events``, where the
+whole prompt is in the GPU cache of one engine, in those of all, or in a cluster that all share; blocks have 16 tokens.
+
+    python benchmarks/routing.py decide --engines 4 32 90 --tokens 12000
 """
 
 import argparse
@@ -16,6 +21,7 @@ import itertools
 import json
 import lzma
 import platform
+import random
 import statistics
 import sys
 import time
@@ -29,6 +35,7 @@ from vllm_kvtier.proxy.engines.fleet import Fleet
 from vllm_kvtier.proxy.kv_events.feeds import KVEvents
 from vllm_kvtier.proxy.kv_events.index import BlockIndex, PromptTokens
 from vllm_kvtier.proxy.kv_events.messages import Removed, Stored, Tier
+from vllm_kvtier.proxy.kv_events.shared_blocks import SharedBlocks
 from vllm_kvtier.proxy.routing.conversations import ConversationRoute, Holder, Name, RouteTable
 from vllm_kvtier.proxy.routing.policies import POLICIES
 from vllm_kvtier.proxy.routing.prefixes import Piece, PrefixMemory
@@ -265,6 +272,40 @@ def simulate(options: argparse.Namespace) -> list[dict]:
     return rows
 
 
+PLACES = {"one": Tier.GPU, "all": Tier.GPU, "cluster": Tier.CLUSTER}
+
+
+def decide(options: argparse.Namespace) -> list[dict]:
+    rows = []
+    for count, tokens, place in itertools.product(options.engines, options.tokens, PLACES):
+        router = _router_of(count, tokens, place)
+        prompts = [Prompt(Name((), None, False), tokens, PromptTokens(range(tokens), "")) for _ in range(options.runs)]
+        router.choose_decode(prompts.pop(), None, prefilled=False)
+        begin = time.process_time()
+        for prompt in prompts:
+            router.choose_decode(prompt, None, prefilled=False)
+        milliseconds = 1e3 * (time.process_time() - begin) / len(prompts)
+        rows.append({"engines": count, "tokens": tokens, "prefix_in": place, "ms": round(milliseconds, 2)})
+        print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+def _router_of(count: int, tokens: int, place: str) -> Router:
+    addresses = tuple(EngineAddress(f"http://engine:{i + 1}", events="x:1") for i in range(count))
+    config = ProxyConfig(decode=addresses, routing_policy="kv_events", engine_requests=0)
+    fleet = Fleet(lambda engine: None, lambda engine: None, lambda role, wants: None)
+    fleet.apply(config, probe_on_start=False)
+    events, shared, size = KVEvents(fleet), SharedBlocks(), 16
+    indexes = [BlockIndex(1 << 20, shared) for _ in addresses]
+    events.index_of = lambda engine: indexes[engine.index]
+    hashes = [random.getrandbits(63) for _ in range(tokens // size)]
+    for i, index in enumerate(indexes):
+        # The others have a block that is not of the prompt, in the same tier.
+        ids, named = (range(tokens), hashes) if i == 0 or place == "all" else ([-1] * size, [random.getrandbits(63)])
+        index.apply([Stored(PLACES[place], 0, size, None, named, ids, [[""], *[None] * (len(named) - 1)])])
+    return Router(fleet, POLICIES["kv_events"](PrefixMemory(1), events), config)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -277,8 +318,13 @@ def main() -> int:
     simulated.add_argument("--requests", type=int, help="only the first ones")
     simulated.add_argument("--policies", nargs="+", default=list(ROUTING_POLICIES), choices=ROUTING_POLICIES)
     simulated.add_argument("--json", type=Path)
+    decided = commands.add_parser("decide")
+    decided.add_argument("--engines", type=int, nargs="+", default=[4, 32, 90])
+    decided.add_argument("--tokens", type=int, nargs="+", default=[12_000])
+    decided.add_argument("--runs", type=int, default=20)
+    decided.add_argument("--json", type=Path)
     options = parser.parse_args()
-    rows = simulate(options)
+    rows = (simulate if options.command == "simulate" else decide)(options)
     if options.json is not None:
         meta = {"command": " ".join(["python", *sys.argv]), "machine": platform.processor() or platform.machine()}
         options.json.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")

@@ -15,6 +15,7 @@ from vllm_kvtier.proxy.deadlines import time_limit
 from vllm_kvtier.proxy.kv_events import prompt_tokens
 from vllm_kvtier.proxy.kv_events.index import PromptTokens
 from vllm_kvtier.proxy.kv_events.load_costs import LoadCosts
+from vllm_kvtier.proxy.kv_events.shared_blocks import SharedBlocks
 from vllm_kvtier.proxy.messages.request_bodies import ClientRequest, Route
 from vllm_kvtier.proxy.routing.conversations import Name
 
@@ -65,6 +66,22 @@ async def test_request_goes_where_events_say_its_prefix_is():
         # Another tenant's prompt is not there.
         await c.chat(LONG, headers={"Authorization": "Bearer ann"})
         assert got(c) == [1, 3]
+
+
+async def test_prompt_is_looked_up_once_for_all_engines(monkeypatch):
+    async with cluster(count=4) as (c, publishers):
+        tokens = list(range(1000, 1000 + 100 * BLOCK))
+        shared = {"medium": "EXTERNAL", "locality": "REMOTE"}
+        publishers[0].publish(stored(tokens, salt=salt(c), **shared))
+        for publisher in publishers[1:]:  # they use the cluster, too
+            publisher.publish(stored([7] * BLOCK, **shared))
+        await known(c, 103)
+        found, ranked = [], []
+        find, expect = SharedBlocks.find, c.core.router.policy.expect
+        monkeypatch.setattr(SharedBlocks, "find", lambda self, key: found.append(key) or find(self, key))
+        monkeypatch.setattr(c.core.router.policy, "expect", lambda prompt: ranked.append(prompt) or expect(prompt))
+        assert (await c.client.post("/v1/completions", json={"model": "m", "prompt": tokens})).status_code == 200
+        assert 100 <= len(found) <= 101 and len(ranked) == 1
 
 
 async def test_token_ids_of_request_are_used_as_they_are():

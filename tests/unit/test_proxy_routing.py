@@ -183,7 +183,7 @@ def test_prompt_is_not_looked_up_while_all_engines_are_full(monkeypatch):
     streams waited."""
     w = KVWorld(p=(1.0, 1.0), d=(1.0, 1.0), engine_requests=1)
     looked_up = []
-    monkeypatch.setattr(BlockIndex, "prefix", lambda index, prompt: looked_up.append(index) or [0] * len(Tier))
+    monkeypatch.setattr(BlockIndex, "prefix", lambda index, *_: looked_up.append(index) or [0] * len(Tier))
     for engine in (*w.p, *w.d):
         w.has(engine, 100)
     held = [EngineSlot(engine) for engine in (*w.p, *w.d)]

@@ -10,6 +10,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 from vllm_kvtier.proxy.kv_events.messages import BlockHash, Cleared, Removed, Stored, Tier
+from vllm_kvtier.proxy.kv_events.prefix_walk import PrefixWalk, Walks
 from vllm_kvtier.proxy.kv_events.shared_blocks import SHARED, SHARED_BITS, SharedBlocks
 
 _TIER_BITS = len(Tier)
@@ -99,28 +100,56 @@ class BlockIndex:
         may be there."""
         self._has_ghosts, self.incomplete = bool(self._blocks), True
 
-    def prefix(self, prompt: PromptTokens) -> list[int]:
+    def prefix(self, prompt: PromptTokens, walks: Walks | None = None) -> list[int]:
         """The tokens of the prompt that the engine would take from each tier: from the GPU as many as there are in one
-        piece, from then on from the fastest other tier."""
+        piece, from then on from the fastest other tier. ``walks``: for the indexes of all engines with the same shared
+        blocks."""
         found = [0] * _TIER_BITS
-        if not self._block_size:
+        size = self._block_size
+        if not size or not (digests := prompt.blocks(size)):
             return found
-        extra, later = prompt.extra(prompt.model in self._adapters)
-        usable, parent = _ANY, 0
-        for digest in prompt.blocks(self._block_size):
-            key = hash((parent, extra, digest))
-            block_hash = self._hashes.get(key, 0)
-            tiers = self._blocks.get(block_hash, 0) & usable
+        walks = {} if walks is None else walks
+        with_adapter = prompt.model in self._adapters
+        begin = size, with_adapter, -1, 0
+        if (walk := walks.get(begin)) is None:
+            first, extra = prompt.extra(with_adapter)
+            walk = walks[begin] = PrefixWalk(digests, extra, self._shared, hash((0, first, digests[0])))
+        at, usable = 0, _ANY
+        while walk is not None and at < len(walk.keys):
+            block_hash = self._hashes.get(walk.keys[at], 0)
+            tiers, end, is_own = self._blocks.get(block_hash, 0) & usable, at + 1, True
             if not tiers and self._uses:
-                block_hash, tiers = self._shared.find(key)
+                is_absent, is_own = not block_hash, False
+                block_hash, tiers, shared_end = walk.shared_run(at)
                 tiers &= self._uses
+                if tiers and is_absent:
+                    end = next((i for i in range(end, shared_end) if walk.keys[i] in self._hashes), shared_end)
             if not tiers:
                 break
             if not tiers & _GPU:
                 usable = _ANY & ~_GPU
-            found[(tiers & -tiers).bit_length() - 1] += self._block_size
-            parent, extra = block_hash, later
+            bit = tiers & -tiers
+            if at == len(walk.hashes):
+                walk.append(block_hash)
+            elif walk.hashes[at] != block_hash:
+                behind = size, with_adapter, at, block_hash
+                if behind not in walks:
+                    walks[behind] = walk.branch(at, block_hash)
+                walk = walks[behind]
+            elif is_own:
+                end = self._run_end(walk, end, usable, bit)
+            found[bit.bit_length() - 1] += size * (end - at)
+            at = end
         return found
+
+    def _run_end(self, walk: PrefixWalk, at: int, usable: int, bit: int) -> int:
+        """The end of the run of the walk's blocks from ``at`` on whose fastest usable tier is that of ``bit``."""
+        mask = usable & (2 * bit - 1)
+        for i in range(at, len(walk.hashes)):
+            block_hash = walk.hashes[i]
+            if self._hashes.get(walk.keys[i]) != block_hash or self._blocks[block_hash] & mask != bit:
+                return i
+        return len(walk.hashes)
 
     def _store(self, event: Stored) -> None:
         if not self._is_followed(event):

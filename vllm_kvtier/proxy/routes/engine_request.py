@@ -106,6 +106,8 @@ class EngineRequest:
             if other is not None:
                 slot.take(other)
             return None if other is None else slot.engine
+        if slot.engine.usable and slot.engine not in self._asked:
+            return slot.engine  # it was chosen for this request
         engines = ranked(slot.engine)
         usable = candidates(engines, self._refusals.wants, self._asked) or (engines if error is None else [])
         for engine in engines:

@@ -10,7 +10,7 @@ policy knows better.
 Unavailable engines are skipped. If no decode engine is healthy, one of them is tried nevertheless.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from types import MappingProxyType
 
 from vllm_kvtier.proxy.config import ProxyConfig
@@ -20,7 +20,7 @@ from vllm_kvtier.proxy.engines.refusals import Wants
 from vllm_kvtier.proxy.messages.transfer_params import Source
 from vllm_kvtier.proxy.routing.admission import Choice
 from vllm_kvtier.proxy.routing.conversations import ConversationRoute, Holder, Name
-from vllm_kvtier.proxy.routing.policies.base import RoutingPolicy
+from vllm_kvtier.proxy.routing.policies.base import Expected, RoutingPolicy
 from vllm_kvtier.proxy.routing.prompt import Prompt
 
 _PULL_SHARE = 1 / 16
@@ -61,16 +61,21 @@ class Router:
         free = [engine for engine in usable if not engine.full]
         if not free:  # a request that waits asks at the end of each other one: its prompt is not looked up
             return Choice(None, full=waits_for(usable, self._fleet.decode)) if usable else None
-        engine = next(engine for engine in self.rank_decode(prompt, route, prefilled) if engine in free)
+        expected = self.policy.expect(prompt)
+        engine = next(each for each in self._rank_decode(prompt, route, prefilled, expected) if each in free)
         engine.lacking.tried(prompt.wants)
-        return Choice(engine, 0 if prefilled else self.policy.expect(prompt)(engine).uncached)
+        return Choice(engine, 0 if prefilled else expected(engine).uncached)
 
     def rank_decode(self, prompt: Prompt, route: ConversationRoute | None, prefilled: bool = False) -> list[Engine]:
         """All open decode engines, best first."""
+        return self._rank_decode(prompt, route, prefilled, self.policy.expect(prompt))
+
+    def _rank_decode(
+        self, prompt: Prompt, route: ConversationRoute | None, prefilled: bool, expected: Callable[[Engine], Expected]
+    ) -> list[Engine]:
         engines = [engine for engine in self._fleet.decode if engine.open]
         if len(engines) == 1:
             return engines
-        expected = self.policy.expect(prompt)
         share = _PULL_SHARE if prefilled else 1
         lacks = {engine for engine in engines if prompt.wants in engine.lacking}
         engines.sort(key=lambda e: (not e.healthy, e in lacks, *self._rank(e, expected(e).cost * share)))

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from vllm_kvtier.proxy.engines.engine import Engine
+from vllm_kvtier.proxy.kv_events.prefix_walk import Walks
 from vllm_kvtier.proxy.routing.policies.base import Expected
 from vllm_kvtier.proxy.routing.policies.prefix_hash import PrefixHash
 from vllm_kvtier.proxy.routing.prompt import Prompt
@@ -25,12 +26,13 @@ class KVEventsPolicy(PrefixHash):
         by_text = super().expect(prompt)
         if ids is None:
             return by_text
+        walks: Walks = {}
 
         def expected(engine: Engine) -> Expected:
             index = self._events.index_of(engine)
             if index is None:
                 return by_text(engine)
-            held = index.prefix(ids)
+            held = index.prefix(ids, walks)
             uncached = max(0, prompt.tokens - sum(held))
             load = sum(tokens * share for tokens, share in zip(held, self._events.load_costs.of(engine), strict=True))
             found = Expected(uncached, uncached + load)
