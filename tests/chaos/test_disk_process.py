@@ -245,6 +245,37 @@ def test_disk_on_a_full_file_system_is_read_only_until_it_is_opened_again(slow):
     assert hear().good == [True]
 
 
+@pytest.mark.parametrize("slow", ["threads"], indirect=True)
+@pytest.mark.parametrize("trouble", ["", "while it is read only", "of the journal"])
+def test_disk_write_without_blocks_is_answered_when_removals_are_recorded(slow, trouble):
+    files, pool, send, hear = slow
+    moves = written(slow, 2)
+    if trouble == "while it is read only":  # for lack of room: removals are recorded still
+
+        def full(fd, offset, nbytes):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        files.allocate = full
+        send(m.Write(2, [move_of(9, 1, PAGES, 1 + 9 * PAGES)]))
+        assert not hear().writable
+    files.go.clear()
+    if trouble == "of the journal":
+
+        def broken(fd):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        files.sync = broken
+    send(m.Write(3, [], [moves[0].position]))
+    if trouble != "of the journal":
+        assert files.waits.acquire(timeout=20)
+        send(m.Read(4, 0, moves[1:]))
+        assert hear().id == 4, "the removal is not durable yet"
+        files.go.set()
+    answer = hear()
+    assert answer.id == 3 and answer.good == []
+    assert bool(answer.error) is (trouble == "of the journal") and answer.writable is not bool(trouble)
+
+
 @pytest.mark.parametrize(
     ("first", "looks", "reason"),
     [

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from store_process import Engine, Store
-from store_support import EVERYTHING, NAMESPACE_ID, block_hashes_of
+from store_support import EVERYTHING, NAMESPACE_ID, RawClient, block_hashes_of, tool_hello
 from support import eventually
 
 from vllm_kvtier.store import protocol as m
@@ -66,6 +66,21 @@ def test_killed_store_restores_blocks_from_disk(store):
     store.start(*ALL)
     with Engine(store) as engine:
         assert [engine.find(block_hashes) for block_hashes in PREFIXES] == [32] * len(PREFIXES)
+
+
+def test_cleared_blocks_do_not_come_back_though_the_tier_was_opening(store):
+    """The clear was answered at once, with the tier still opening: all came back in the next store."""
+    store.start(*ALL)
+    fill_all(store)
+    store.kill()
+    store.await_tiers = False
+    store.start(*ALL)
+    with RawClient(store.path, tool_hello(), 60.0) as tool:
+        assert tool.ask(m.Clear(9)).reason == ""
+    store.kill()
+    store.await_tiers = True
+    store.start(*ALL)
+    assert store.disk().blocks == 0
 
 
 def test_prefetched_blocks_are_in_memory_at_lookup(store):

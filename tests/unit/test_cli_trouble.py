@@ -44,6 +44,19 @@ def test_top_ascii_terminal_prints_replacement_characters(store):
     assert done.returncode == 0 and "memory" in done.stdout and "???" in done.stdout
 
 
+def test_clear_that_a_tier_has_not_recorded_fails_and_names_it(tmp_path):
+    """It printed "0 blocks dropped", with exit status 0, and all of the disk's blocks came back in the next store."""
+    store = Store(tmp_path)
+    store.await_tiers = False
+    store.start(f"--disk-path={tmp_path}/no/disk", "--disk-size=1MiB")
+    try:
+        done = kvtier("clear", "--all", "--socket", store.path)
+    finally:
+        store.kill()
+    assert done.returncode == 1 and done.stdout == "0 blocks dropped\n"
+    assert "disk tier: unavailable (" in done.stderr and "come back" in done.stderr
+
+
 def test_commands_run_on_one_column_terminal(store):
     for command in (["stats"], ["top", "--once", "--interval", 0.05]):
         assert kvtier(*command, "--socket", store.path, COLUMNS="1").returncode == 0

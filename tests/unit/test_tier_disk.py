@@ -714,3 +714,79 @@ def test_disk_tier_write_refused_for_a_removed_block_keeps_its_position_in_use()
     b.tier.discard(NAMESPACE_ID, 0, hash_of(4))
     b.tier_process.answer([True, True, True, False], error="the block was removed meanwhile")
     assert b.tier._slot_map.bad_positions == 0
+
+
+# -- removals that outlive the store -------------------------------------------------------------------------------
+
+
+def clear(b: Bench) -> list[str]:
+    recorded = []
+    b.tier.clear(None)
+    b.tier.when_recorded(recorded.append)
+    return recorded
+
+
+def test_disk_tier_clear_is_recorded_when_its_process_has_answered():
+    b = Bench()
+    b.write(blocks_of(1, 2))
+    kept = [msgspec.structs.replace(move, slot=0) for move in b.tier_process.sent[-1].moves]
+    recorded = clear(b)
+    assert not recorded, "a process that ends before it has answered may leave the blocks on the disk"
+    assert b.tier_process.answer().moves == [] and recorded == [""]
+    assert b.tier.counts().state == "ready" and b.tier.counts().written_blocks == 2
+    b.tier_process.back_off("it died")
+    b.reactor.run()
+    b.open(kept, [NAMESPACE_SHAPE])
+    assert b.find(1, 2).num_hash_blocks == 2, "acknowledged removals are forgotten here: its process has them"
+
+
+def test_disk_tier_clear_while_it_opens_is_recorded_once_it_is_open():
+    """The server answered at once. If the store ended before the tier was open, all blocks came back."""
+    b = Bench(up=False)
+    recorded = clear(b)
+    b.open(kept_of(1, 2, 3), [NAMESPACE_SHAPE])
+    assert not recorded and sorted(sum((each.gone for each in b.tier_process.sent), [])) == [1, 3, 5]
+    b.tier_process.answer()
+    assert recorded == [""]
+
+
+@pytest.mark.parametrize("trouble", ["unavailable", "hangs", "fails to open", "ends"])
+def test_disk_tier_clear_that_is_not_recorded_says_why(trouble):
+    b = Bench(up=trouble == "hangs")
+    if trouble == "unavailable":
+        b.tier_process.back_off("there is no /x")
+    recorded = clear(b)
+    if trouble in ("hangs", "fails to open"):
+        assert not recorded
+        b.tier_process.back_off("it has not answered")
+    if trouble == "ends":
+        b.tier.stop()
+    assert len(recorded) == 1 and recorded[0].startswith("unavailable (")
+    b.tier_process.reap()
+    assert len(recorded) == 1
+
+
+def test_disk_tier_clear_while_it_is_read_only_says_so():
+    b = Bench(up=False)
+    b.open(kept_of(1), [NAMESPACE_SHAPE], writable=False, note="no right to write")
+    recorded = clear(b)
+    b.tier_process.answer(error="no right to write", writable=False)
+    assert recorded == ["read_only (no right to write)"]
+    assert len(b.reactor._timers) == 1, "it is opened again once"
+
+
+def test_disk_tier_clear_finds_a_journal_that_cannot_be_written():
+    b = Bench()
+    recorded = clear(b)
+    b.tier_process.answer(error="its journal cannot be written", writable=False)
+    assert recorded == ["read_only (its journal cannot be written)"] and b.tier.counts().state == "read_only"
+
+
+def test_disk_tier_clear_is_recorded_while_writes_pause():
+    b = Bench()
+    b.write(blocks_of(1), answer=False)
+    b.tier_process.answer([False], error="the file system is full")
+    assert b.tier.counts().state == "read_only"
+    recorded = clear(b)
+    b.tier_process.answer()
+    assert recorded == [""]

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Annotated
@@ -20,6 +21,11 @@ from vllm_kvtier.store.options import StoreOptions, help_of
 
 ANSWER_SECONDS = 10.0
 CLEAR_SECONDS = 600.0  # 7 us a block, of a large disk too; the store answers others meanwhile
+
+_PENDING = (
+    "its blocks are dropped once it can record that; if the store ends before, all of them come back. Run the command "
+    "again when `kvtier stats` shows the tier as ready"
+)
 
 
 def _with_store_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -96,7 +102,10 @@ def clear(
     space: Annotated[str | None, typer.Option("--space", hidden=True)] = None,
     everything: Annotated[bool, typer.Option("--all", help="All blocks of all models.")] = False,
 ) -> None:
-    """Drop stored blocks. Give --namespace or --all."""
+    """Drop stored blocks. Give --namespace or --all.
+
+    Exit status 1: the store does not answer, or a tier of its own has not recorded it.
+    """
     namespace = inputs.either(namespace, space, "--namespace", "--space")
     if everything == (namespace is not None):
         raise typer.BadParameter("give either --namespace or --all")
@@ -109,3 +118,6 @@ def clear(
     with inputs.errors_as_messages():
         done = request(socket or store_path(name), m.Clear(1, wanted), m.Done, "kvtier clear", CLEAR_SECONDS)
     print(f"{done.count} blocks dropped")
+    if done.reason:
+        print(f"{done.reason}: {_PENDING}", file=sys.stderr)
+        raise typer.Exit(1)

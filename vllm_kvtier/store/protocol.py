@@ -66,7 +66,8 @@ Hashes = Annotated[bytes, msgspec.Meta(max_length=MAX_HASH_BLOCKS * HASH_BYTES)]
 ItemHashes = Annotated[bytes, msgspec.Meta(max_length=MAX_ITEMS * HASH_BYTES)]
 Tenant = Annotated[bytes, msgspec.Meta(max_length=16)]
 Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
-Sentence = Annotated[str, msgspec.Meta(max_length=4096)]
+MAX_SENTENCE = 4096  # characters
+Sentence = Annotated[str, msgspec.Meta(max_length=MAX_SENTENCE)]
 Pages = Annotated[list[TakenPage], msgspec.Meta(max_length=MAX_ITEMS)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=86400)]
 Nodes = Annotated[list[Name], msgspec.Meta(max_length=MAX_NODES)]
@@ -177,7 +178,8 @@ class Pin(msgspec.Struct, frozen=True, tag="pin"):
 
 
 class Clear(msgspec.Struct, frozen=True, tag="clear"):
-    """Remove the blocks of a namespace, or of all. Answer: Done, count in blocks."""
+    """Remove the blocks of a namespace, or of all. Answer: Done, count in blocks of the memory; once the tiers have
+    recorded it, or with the ``reason`` why one has not."""
 
     id: Count
     namespace_id: NamespaceId | None = None
@@ -343,8 +345,11 @@ class Reserved(msgspec.Struct, frozen=True, tag="reserved"):
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
+    """``reason``: why not all was done; "" if it was."""
+
     id: Count
     count: Count  # of changed blocks
+    reason: Sentence = ""
 
 
 class Span(msgspec.Struct, frozen=True):

@@ -388,7 +388,11 @@ class StoreServer:
         self.tiers.clear(r.namespace_id)
         what = f"namespace {r.namespace_id.hex()}" if r.namespace_id else "all namespaces"
         logger.info("kvtier: store: %s cleared %s (%d blocks)", client, what, count)
-        client.stream.send(m.encode(m.Done(r.id, count)))
+
+        def recorded(reason: str) -> None:
+            client.stream.send(m.encode(m.Done(r.id, count, reason[: m.MAX_SENTENCE])))
+
+        self.tiers.when_recorded(recorded)
 
     def _inspect(self, client: _Client, r: m.Inspect) -> None:
         holding = self.index.inspect(client.number, r.namespace_id, r.block_hashes)

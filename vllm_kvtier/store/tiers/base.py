@@ -195,6 +195,11 @@ class Tier(abc.ABC):
         """Remove most of what ``clear`` will have to remove, so that this is short. For a tier with an index."""
         return iter(())
 
+    def when_recorded(self, done: Callable[[str], None]) -> None:
+        """Call ``done`` once: with "" when no later store finds what was removed so far, or with the reason if that
+        may be long or never. For a tier whose own blocks outlive the store."""
+        done("")
+
     @abc.abstractmethod
     def counts(self) -> TierCounts: ...
 

@@ -1,5 +1,6 @@
 """The secondary tiers behind the server's memory, as one object."""
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -168,6 +169,21 @@ class TierStack:
     def clear(self, namespace_id: bytes | None) -> None:
         for tier in self._tiers:
             tier.clear(namespace_id)
+
+    def when_recorded(self, done: Callable[[str], None]) -> None:
+        """As a tier's, for all of them; the reason names the tiers."""
+        waiting, reasons = {tier.name for tier in self._tiers}, list[str]()
+
+        def recorded(name: str, reason: str) -> None:
+            waiting.discard(name)
+            reasons.extend([f"{name} tier: {reason}"] if reason else [])
+            if not waiting:
+                done("; ".join(reasons))
+
+        if not self._tiers:
+            done("")
+        for tier in self._tiers:
+            tier.when_recorded(functools.partial(recorded, tier.name))
 
     def durations(self) -> dict[tuple[str, str], Durations]:
         """Response times of the tier processes, by tier and kind of request: a snapshot."""

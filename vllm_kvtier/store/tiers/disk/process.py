@@ -10,6 +10,7 @@ A Write has three steps; each begins when the one before it is durable:
 2. the blocks are written;
 3. the journal records the new blocks. Only then are they reported.
 
+A Write without blocks is answered after the first step, with the error if that failed.
 So a block in the journal is complete at its position at any time. Steps of several Writes overlap and share syncs.
 Syncs run on threads; reads go on meanwhile.
 """
@@ -240,7 +241,7 @@ class DiskProcess:
 
     def _start(self, batch: _Batch) -> None:
         log = self._log
-        if log is None or self._read_only:
+        if log is None or (self._read_only and batch.moves):
             self._end(batch, self._read_only)
             return
         # Blocks that the server did not name in ``gone``: it may have restored only some of those it was sent.
@@ -307,7 +308,7 @@ class DiskProcess:
         del self._writing[batch]
         self._note_failure(error if broken else "")
         good = batch.good if ok else [False] * len(batch.moves)
-        self._answer(batch.id, good, error or "the block was removed meanwhile", batch.begun)
+        self._answer(batch.id, good, error or ("the block was removed meanwhile" if good else ""), batch.begun)
         self._start_queued()
 
     # -- parts --------------------------------------------------------------------------------------------------
@@ -329,7 +330,7 @@ class DiskProcess:
             logger.warning("kvtier: disk tier: %s is read only now (%s)", self._storage.folder, reason)
 
     def _answer(self, number: int, good: list[bool], error: str, begun: float) -> None:
-        error = "" if all(good) else error
+        error = "" if good and all(good) else error
         seconds = time.monotonic() - begun
         self._host.send(m.Moved(number, good, error[:MAX_SENTENCE], seconds, not self._read_only))
 

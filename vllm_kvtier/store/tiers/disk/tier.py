@@ -44,8 +44,8 @@ class _Token:
 
 @dataclass(slots=True, eq=False)
 class _Write:
-    blocks: Sequence[Block]
-    done: Callable[[list[bool]], None]
+    blocks: Sequence[Block]  # none: it records what was removed before
+    done: Callable[[list[bool]], None]  # which are stored; of none: [True] if it is recorded
 
 
 class DiskTier(mv.ProcessTier):
@@ -84,6 +84,7 @@ class DiskTier(mv.ProcessTier):
         self._evicted_before = 0  # by earlier slot maps
         self._write_backoff, self._reopen_backoff = WRITE_BACKOFF[0], REOPEN_BACKOFF[0]
         self._again: Timer | None = None  # end of the backoff
+        self._unrecorded: list[Callable[[str], None]] = []  # called when its process has recorded all removals
 
     @property
     def usable(self) -> bool:
@@ -173,7 +174,7 @@ class DiskTier(mv.ProcessTier):
         """One at a time: the tier process must record the removals of a write before the next reuses the positions."""
         while self._writes and self._writing is None:
             write = self._writes.popleft()
-            if not self.writable:
+            if not (self.writable if write.blocks else self.usable):
                 write.done([False] * len(write.blocks))
             else:
                 self._writing = write
@@ -191,7 +192,7 @@ class DiskTier(mv.ProcessTier):
             position == EXISTS and slot_map.is_ready(block.name)
             for block, position in zip(blocks, where, strict=True)
         ]
-        if not new:
+        if not new and blocks:
             self._write_over(write, kept)
             return
         moves = [m.Move.of(blocks[i], where[i]) for i in new]
@@ -206,18 +207,21 @@ class DiskTier(mv.ProcessTier):
             self._written.end(begun, nbytes, self._clock(), all(good))
             # The slot map of an earlier tier process is dropped already.
             if reply is not None and slot_map is self._slot_map:
-                self._gone.answered(any(good))
+                self._gone.answered(any(good) if moves else not reply.error)
                 bad_before = slot_map.bad_positions
                 good = slot_map.end_write(moves, good, [each.namespace_id for each in namespaces] if all(good) else ())
                 self._drop(slot_map.removed_meanwhile)
                 slot_map.evict(self._block_limit.beyond(slot_map.stats().entries))
-                self._check_writable(reply, slot_map.bad_positions > bad_before)
+                if moves or not (reply.writable or self._no_writes):
+                    self._check_writable(reply, slot_map.bad_positions > bad_before)
             counts = self._counts
             counts.written_blocks += sum(good)
             counts.write_failures += len(good) - sum(good)
             counts.written_bytes += PAGE * sum(x.pages for x, is_good in zip(moves, good, strict=True) if is_good)
             for i, is_good in zip(new, good, strict=True):
                 kept[i] = is_good
+            if not moves:
+                kept.append(reply is not None and not reply.error)
             self._write_over(write, kept)
 
         self._tier_process.request(message, self._wait_seconds(), answered)
@@ -283,6 +287,22 @@ class DiskTier(mv.ProcessTier):
         self._slot_map.clear(namespace_id)
         self._drop()
 
+    def when_recorded(self, done: Callable[[str], None]) -> None:
+        self._unrecorded.append(done)
+        if self._slot_map.filled:
+            self._record(done)
+        elif self._tier_process.state not in (mv.OPENING, mv.READY):
+            self._end_wait(done, [])
+
+    def _record(self, done: Callable[[str], None]) -> None:
+        self.write([], lambda recorded: self._end_wait(done, recorded))
+
+    def _end_wait(self, done: Callable[[str], None], recorded: list[bool]) -> None:
+        if done in self._unrecorded:
+            self._unrecorded.remove(done)
+            counts = self.counts()
+            done("" if any(recorded) else counts.state + (f" ({counts.reason})" if counts.reason else ""))
+
     def _drop(self, now: bool = True) -> None:
         """Send discarded and cleared blocks to the tier process at once, so that a crash does not bring them back."""
         if now and self._tier_process.state == mv.READY and len(self._gone):
@@ -326,6 +346,8 @@ class DiskTier(mv.ProcessTier):
             logger.info("kvtier: disk tier: restored %d blocks (%.1f GiB)", found, used / (1 << 30))
         self._drop()
         self.on_change()
+        for done in list(self._unrecorded):
+            self._record(done)
 
     def _dismantle(self, steps: Iterator[None]) -> None:
         """The garbage collector does not see blocks, so they are freed one by one."""
@@ -346,6 +368,8 @@ class DiskTier(mv.ProcessTier):
             self._again = None
         self._no_writes = ""
         self.on_change()
+        for done in list(self._unrecorded):
+            self._end_wait(done, [])
 
     def counts(self) -> TierCounts:
         stats, now = self._slot_map.stats(), self._clock()

@@ -80,7 +80,7 @@ class Write(msgspec.Struct, frozen=True, tag="write"):
 
     ``gone``: disk positions whose blocks were removed since the last Write. They must not reappear after a crash once
     this Write may overwrite them. ``namespaces``: shapes that the tier process does not have yet. ``replaced``: indices
-    of ``moves`` whose stored copy, if there is one, is corrupt (Mooncake).
+    of ``moves`` whose stored copy, if there is one, is corrupt (Mooncake). Without moves it only records (disk).
     """
 
     id: Count
@@ -168,7 +168,8 @@ class Kept(msgspec.Struct, frozen=True, tag="kept"):
 
 
 class Moved(msgspec.Struct, frozen=True, tag="moved"):
-    """``good``: by move. ``error``: the reason if not all are good; "" if the others are not, or no longer, there."""
+    """``good``: by move. ``error``: the reason if not all are good, or if there were none and ``gone`` could not be
+    recorded; "" if the others are not, or no longer, there."""
 
     id: Count
     good: list[bool]
