@@ -109,3 +109,37 @@ async def test_stored_response_that_breaks_off_before_its_first_event_is_not_run
         assert sum(len(fake.passed) for fake in c.d) == 1
         await c.until(lambda: sum(fake.probes for fake in c.d) == 1)
         assert all(engine.healthy for engine in c.core.decode)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/custom"])
+async def test_answer_beyond_answer_timeout_is_504_and_takes_no_engine_from_others(path):
+    """It may just be long: three engines computed it in vain, and none was left."""
+    async with Cluster(**OPTIONS, d=3, answer_timeout=0.1) as c:
+        for fake in c.d:
+            fake.hold = asyncio.Event()
+        reply = await c.client.post(path, json=turn("hello"))
+        assert reply.status_code == 504 and "longer than 0.1 s" in reply.text
+        assert reply.headers["x-should-retry"] == "false"
+        await c.until(lambda: sum(fake.probes for fake in c.d) == 1 and not any(e._prober for e in c.core.decode))
+        assert sum(len(fake.seen) + len(fake.passed) for fake in c.d) == 1
+        assert all(engine.healthy and not engine.instance for engine in c.core.decode)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+async def test_stream_that_begins_late_is_tried_once_more_and_takes_no_engine_from_others(path):
+    async with Cluster(**OPTIONS, d=3, first_byte_timeout=0.1) as c:
+        for fake in c.d:
+            fake.hold = asyncio.Event()
+        assert (await c.client.post(path, json=BODY)).status_code == 503
+        await c.until(lambda: sum(fake.probes for fake in c.d) == 2 and not any(e._prober for e in c.core.decode))
+        assert sum(len(fake.seen) + len(fake.passed) for fake in c.d) == 2
+        assert all(engine.healthy and not engine.instance for engine in c.core.decode)
+
+
+async def test_late_engine_that_hangs_is_unavailable_after_the_probe():
+    async with Cluster(**OPTIONS, answer_timeout=0.05, probe_timeout=0.05) as c:
+        (fake,), (engine,) = c.d, c.core.decode
+        fake.hold = fake.health_hold = asyncio.Event()
+        assert (await c.chat("u1")).status_code == 504
+        await c.until(lambda: not engine.healthy)
+        assert engine.instance == fake.probes == 1

@@ -70,6 +70,7 @@ class EngineRequest:
         self._refusals = Refusals()
         self._asked: dict[Engine, bool] = {}  # as ``router.Asked``
         self._attempts = 0  # of these, those that did not just lack something
+        self._max_attempts = core.config.max_decode_attempts
         self._readmit_by: float | None = None  # deadline of all its further slots, once it needs one
 
     async def _acquire(self, role: str, choose: Callable[[], Choice | None], deadline: float) -> EngineSlot | None:
@@ -96,7 +97,7 @@ class EngineRequest:
         first, the given one before others. ``error``: for the client, as it is now. ``last``: what the last engine
         answered. If that lacks something or is full, the request waits for another one as all do. Other failures are
         few: it goes at once, even to a full engine."""
-        if self._attempts >= self._config.max_decode_attempts:
+        if self._attempts >= self._max_attempts:
             return None
         if last is not None and last.status in (*LACKS, *FULL):
             if self._readmit_by is None:
@@ -117,8 +118,13 @@ class EngineRequest:
         return None
 
     def _failed(self, engine: Engine, failure: EngineFailure) -> None:
-        """It failed before the client had a byte."""
-        engine.failed(failure)
+        """It failed before the client had a byte. One that is late may have more to do than it can, or this request is
+        a long one: a probe decides, and only one more engine is tried."""
+        if failure.late:
+            engine.check()
+            self._max_attempts = min(self._max_attempts, self._attempts + 1)
+        else:
+            engine.failed(failure)
         if failure.began:
             self._refusals.add(engine, 502)  # if another engine serves the request, it was not at fault
 
@@ -149,6 +155,11 @@ class EngineRequest:
             return refusal(502, message, "overloaded_error")
         logger.warning("kvtier: proxy: an answer is too large (%s); the client gets 502", failure)
         return refusal(502, "The answer is larger than the proxy allows; ask for less.", "upstream_error")
+
+    def _too_late(self) -> Answer:
+        """The answer if an engine has had ``answer_timeout`` for one not streamed: others would take as long."""
+        message = f"The answer took longer than {self._config.answer_timeout:g} s; ask for less, or for a stream."
+        return refusal(504, message, "upstream_error", {"x-should-retry": "false"})
 
     def _note_error(self, reply: Reply, answer: Answer) -> None:
         """An engine has ended a stream with an error of its own, which the client gets."""

@@ -11,7 +11,8 @@ Failures and their handling:
   adapter, a parser or a length; or the client's request is at fault, and the decode engine says so.
 * The decode engine refuses what another may serve (``engines.refusals``): the next available one is tried. Otherwise
   the client gets that answer, as it gets any other 4xx of a decode engine.
-* The decode engine fails, is late or answers 5xx before the client got a byte: the next one gets the same params. If
+* The decode engine fails, is late or answers 5xx before the client got a byte: the next one gets the same params. One
+  that is late is only probed, and after ``answer_timeout`` no other one is tried: 504, as it may be a long answer. If
   the first already pulled the export, the next one computes. The first may have started the request, but closing its
   connection aborts that and none of its output was forwarded.
 * The answer exceeds ``max_body_bytes``, or its first event ``max_event_bytes``: 502. Another engine's would be as large
@@ -218,10 +219,12 @@ class Generation(EngineRequest):
             return Prefill.FAILED if failure.unreached else Prefill.DONE
         except EngineFailure as failure:
             self._core.count("prefill_failures")
-            if failure.late and deadline - began < _ALMOST_ALL * self._config.prefill_timeout:
+            if not failure.late:
+                self._failed(engine, failure)
+            elif deadline - began < _ALMOST_ALL * self._config.prefill_timeout:
                 engine.check()  # others had the rest of the time
             else:
-                self._failed(engine, failure)
+                engine.failed(failure)
             return Prefill.FAILED if failure.unreached or failure.lives else Prefill.LOST
         if reply.status != 200:
             self._core.count("prefill_declined" if reply.status < 500 else "prefill_failures")
@@ -300,7 +303,7 @@ class Generation(EngineRequest):
             return False, failure.answer
         except EngineFailure as failure:
             self._failed(engine, failure)
-            return False, None
+            return (True, self._too_late()) if failure.late and not self._request.stream else (False, None)
         if may_be_served_elsewhere(reply.status):
             self._refused(engine, reply.status)
             return False, forwarded(reply, document)

@@ -263,6 +263,8 @@ class Passthrough(EngineRequest):
                 return self._answer_too_large(failure, self._idempotent or failure.unreached)
             except EngineFailure as failure:
                 self._failed(engine, failure)
+                if failure.late and body is not None and not self._stream:
+                    return self._too_late()
                 if not (self._idempotent or failure.unreached):
                     message = "The engine failed; it is not known whether it executed the request."
                     return refusal(502, message, "upstream_error")
