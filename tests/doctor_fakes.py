@@ -118,7 +118,7 @@ class FakeEngine:
         if isinstance(question, m.PinPrompt):
             hashes = self.block_hashes(text, question.cache_salt)
             pending = self._client.pin(self.namespace_id, hashes, question.pinned)
-            pending.then(lambda p: answer(m.PinResult(question.question, p.outcome.count)))
+            pending.then(lambda p: answer(m.PinResult(question.question, p.outcome.count, p.outcome.reason)))
             return
         said = dict(
             question=question.question, prompt=len(text),

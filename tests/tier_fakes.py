@@ -123,7 +123,7 @@ class FakeClient:
             self.held.discard(lease)
 
     def __getattr__(self, name):
-        if name not in ("reserve", "touch", "commit", "abort", "discard", "pin", "inspect", "warm"):
+        if name not in ("reserve", "touch", "commit", "abort", "discard", "pin", "leave", "inspect", "warm"):
             raise AttributeError(name)
         return lambda *args: self.told.append((name, *args))
 

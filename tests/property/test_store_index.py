@@ -451,7 +451,7 @@ class Store(RuleBasedStateMachine):
     @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=9), pinned=st.booleans(), tool=st.booleans())
     def pin(self, tokens, pinned, tool):
         namespace_id, hashes = b"A" * HASH_BYTES, block_hashes_of(tokens)
-        count = self.index.pin(TOOL if tool else 1, namespace_id, b"".join(hashes), pinned)
+        count, left = self.index.pin(TOOL if tool else 1, namespace_id, b"".join(hashes), pinned)
         blocks = []
         for group, shape in enumerate(self.shapes):
             for place in range(len(hashes) // shape.hash_blocks_per_block):
@@ -459,6 +459,7 @@ class Store(RuleBasedStateMachine):
                 if block and block.ready and block.pinned != pinned:
                     blocks.append(((place + 1) * shape.hash_blocks_per_block, group, block))
         blocks = [block for _, _, block in sorted(blocks, key=lambda b: b[:2])]
+        total = len(blocks)
         if pinned:
             room, fits = int(0.3 * PAGES) - sum(b.size for b in self.listed.values() if b.pinned), []
             for block in blocks:
@@ -467,7 +468,7 @@ class Store(RuleBasedStateMachine):
                     break
                 fits.append(block)
             blocks = fits
-        assert count == len(blocks)
+        assert (count, left) == (len(blocks), total - len(blocks))
         for block in blocks:
             block.pinned = pinned
 

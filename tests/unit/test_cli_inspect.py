@@ -158,6 +158,21 @@ def test_pin_keeps_what_a_chat_computed(keeps, store):
         assert store.counts().index.pinned_entries == pinned
 
 
+def test_pin_of_more_than_may_be_pinned_fails(make, tmp_path):
+    """It printed "0 blocks of 108 tokens are pinned", with exit status 0."""
+    store = Store(tmp_path)
+    store.start("--pin-share=0.01")
+    try:
+        eventually(lambda: (counts := store.counts()).ready_bytes == counts.pool_bytes)
+        engine = make(FakeEngine, store=store.path)
+        engine.stores(TEXT)
+        given = ["pin", "--server", make(FakeServer).url, "--endpoint", engine.address, "--prompt", TEXT]
+        done = CliRunner().invoke(app, given)
+    finally:
+        store.kill()
+    assert done.exit_code == 1 and "blocks are pinned and" in done.stderr and "pin_share" in done.stderr
+
+
 @pytest.mark.parametrize("command", ["pin", "unpin"])
 def test_pin_of_blocks_that_the_store_lacks_fails_with_a_hint(keeps, command):
     """A chat's text alone has other tokens than the chat: no block is the same."""

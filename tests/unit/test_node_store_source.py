@@ -82,6 +82,7 @@ def test_store_source_new_namespace_hides_stored_blocks():
     ask = tier.ask(0, BLOCK_HASHES, b"")
     assert made.client.open[0].asked.namespace_id == before[0]
     tier.renew()
+    assert made.client.told == [("leave", before[0])], "of others' namespaces it could unpin nothing any more"
     after = tier.namespace_id(b""), tier.namespace_id(b"a" * 16)
     assert not set(before) & set(after)
     made.client.answer(made.client.open[0], 1, [[1]])

@@ -62,6 +62,7 @@ def ends(reactor):
         m.Reserve(1, NAMESPACE_ID, b"tenant", [0, 0], bytes(32), bytes(32), 5),
         m.Commit([1, 2, 3]),
         m.Discard(NAMESPACE_ID, 0, bytes(16), 7),
+        m.Pin(1, NAMESPACE_ID, b"", False, leaves=True),
         m.Clear(1),
         m.Clear(1, NAMESPACE_ID),
         m.Lookup(1, NAMESPACE_ID, bytes(160), 3, 1 << 30, 1.5, ["node:1"], bytes(8), 4),

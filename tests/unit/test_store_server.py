@@ -31,6 +31,7 @@ from vllm_kvtier.wire.auth import ClusterKey
 from vllm_kvtier.wire.stream import StreamLimits, write_frame
 
 BLOCK_HASHES = block_hashes_of((10, "a"))
+OTHER = b"another  16 byte"
 
 
 @pytest.fixture
@@ -123,6 +124,40 @@ def test_store_inspect_pin_clear(client):
     assert client.ask(m.Pin(1, NAMESPACE_ID, BLOCK_HASHES, False)).count == 10
     assert client.ask(m.Clear(1, NAMESPACE_ID)).count == 10
     assert client.lookup(BLOCK_HASHES).num_hash_blocks == 0
+
+
+def test_store_unpins_a_namespace_that_its_last_engine_has_left(server, client):
+    """After each sleep of an engine the pins of before held memory for good, and nothing could name them."""
+    client.store(BLOCK_HASHES)
+    assert client.ask(m.Pin(1, NAMESPACE_ID, BLOCK_HASHES, True)) == m.Done(1, 10)
+    assert client.ask(m.Pin(1, NAMESPACE_ID, b"", False)) == m.Done(1, 0), "of a prompt of less than a block"
+    with RawClient(server.path, engine_hello("other")) as other:
+        other.lookup(BLOCK_HASHES)
+        assert client.ask(m.Pin(1, NAMESPACE_ID, b"", False, leaves=True)).count == 0
+        assert client.stat().index.pinned_entries == 10
+        assert other.ask(m.Pin(1, NAMESPACE_ID, b"", False, leaves=True)).count == 10
+    assert client.stat().index.pinned_entries == 0
+    client.store(block_hashes_of((60, "more")))
+    assert client.ask(m.Inspect(1, NAMESPACE_ID, BLOCK_HASHES)).num_hash_blocks < 10, "they are evicted again"
+
+
+def test_store_pins_of_unused_namespaces_give_way(server):
+    """Half of the memory was filled with pins of engines that are gone, and `kvtier pin` pinned nothing."""
+    half = block_hashes_of((120, "a system prompt"))
+    with RawClient(server.path, engine_hello("another model", pages=1)) as other:
+        with RawClient(server.path, engine_hello(pages=1)) as client:
+            client.store(half)
+            assert client.ask(m.Pin(1, NAMESPACE_ID, half, True)) == m.Done(1, 120)
+            there = m.Reserve(2, OTHER, b"", *items_of(half), EVERYTHING)
+            other.send(m.Commit([slot for slot in other.ask(there).slots if slot > 0]))
+            done = other.ask(m.Pin(3, OTHER, half, True))
+            assert done.count == 8 and done.reason.startswith("8 blocks are pinned and 112 are not"), done
+            assert "50% of the memory (pin_share)" in done.reason and client.stat().index.pinned_entries == 128
+        eventually(lambda: len(other.stat().clients) == 1)
+        assert other.ask(m.Pin(4, OTHER, half, True)) == m.Done(4, 112)
+        assert other.stat().index.pinned_entries == 120
+        with RawClient(server.path, tool_hello()) as tool:
+            assert tool.ask(m.Inspect(5, NAMESPACE_ID, half)).num_hash_blocks == 120, "they are kept as others are"
 
 
 def test_store_answers_others_while_it_clears(client, monkeypatch):

@@ -238,6 +238,10 @@ class StoreClient:
         """Outcome: Done, with the number of blocks."""
         return self._ask(lambda id: m.Pin(id, namespace_id, block_hashes, pinned))
 
+    def leave(self, namespace_id: bytes) -> Pending:
+        """This engine uses the namespace no more. Outcome: Done, with the number of blocks that were unpinned."""
+        return self._ask(lambda id: m.Pin(id, namespace_id, b"", False, leaves=True))
+
     def clear(self, namespace_id: bytes | None = None) -> Pending:
         """Outcome: Done, with the number of blocks."""
         return self._ask(lambda id: m.Clear(id, namespace_id))

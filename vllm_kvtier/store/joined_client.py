@@ -240,6 +240,9 @@ class JoinedStoreClient:
     def pin(self, namespace_id: bytes, block_hashes: bytes, pinned: bool = True) -> Pending:
         return self._least("count", "pin", namespace_id, block_hashes, pinned)
 
+    def leave(self, namespace_id: bytes) -> Pending:
+        return self._least("count", "leave", namespace_id)
+
     def inspect(self, namespace_id: bytes, block_hashes: bytes) -> Pending:
         return self._least("num_hash_blocks", "inspect", namespace_id, block_hashes)
 

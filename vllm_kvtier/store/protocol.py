@@ -169,12 +169,16 @@ class Discard(msgspec.Struct, frozen=True, tag="discard"):
 
 
 class Pin(msgspec.Struct, frozen=True, tag="pin"):
-    """Pin (or unpin) the blocks of a prefix in memory; pinned blocks are not evicted. Answer: Done, count in blocks."""
+    """Pin (or unpin) the blocks of a prefix in memory; pinned blocks are not evicted. Answer: Done, count in blocks.
+
+    ``leaves``: the sender uses this namespace no more. If no other connected engine does, all of it is unpinned.
+    """
 
     id: Count
     namespace_id: NamespaceId
     block_hashes: Hashes
     pinned: bool
+    leaves: bool = False
 
 
 class Clear(msgspec.Struct, frozen=True, tag="clear"):

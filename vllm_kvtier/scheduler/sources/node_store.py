@@ -254,6 +254,8 @@ class NodeStore:
 
     def renew(self) -> None:
         """Start new namespaces: this engine uses nothing any more that is stored so far."""
+        if self.client is not None:
+            self.client.leave(self.namespace_id(b""))  # it could not name its pinned blocks any more
         self._namespace_ids.renew()
         if self.events is not None:
             self.events.leave()

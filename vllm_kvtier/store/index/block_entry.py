@@ -112,7 +112,8 @@ class BlockEntry(msgspec.Struct, eq=False, gc=False):
 
 @dataclass(eq=False)
 class NamespaceBlocks:
-    """The blocks of a namespace. ``orphans``: entries by (group, hash of their parent, which is not listed)."""
+    """The blocks of a namespace, and those that are ``pinned``. ``orphans``: entries by (group, hash of their parent,
+    which is not listed)."""
 
     name: bytes
     hash_block_size: int
@@ -121,6 +122,7 @@ class NamespaceBlocks:
     tables: list[dict[bytes, BlockEntry]] = field(init=False)  # per group: by hash
     states: list[bool] = field(init=False)  # per group: whether its blocks hold recurrent states
     orphans: dict[tuple[int, bytes], dict[BlockEntry, None]] = field(default_factory=dict)
+    pinned: set[BlockEntry] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.tables = [{} for _ in self.shapes]

@@ -238,6 +238,7 @@ class BlockTable:
 
     def _mark_pinned(self, entry: BlockEntry, pinned: bool) -> None:
         entry.pinned = pinned
+        (entry.namespace.pinned.add if pinned else entry.namespace.pinned.discard)(entry)
         sign = 1 if pinned else -1
         self._stats.pinned_entries += sign
         self._stats.pinned_pages += sign * entry.size

@@ -300,33 +300,63 @@ class Index(BlockTable):
         self._stats.discards += 1
         return True
 
-    def pin(self, client: int, namespace_id: bytes, block_hashes: bytes, pinned: bool) -> int:
-        """Pin (or unpin) the blocks of a prefix in memory. Returns the number of changed blocks.
+    def pin(
+        self,
+        client: int,
+        namespace_id: bytes,
+        block_hashes: bytes,
+        pinned: bool,
+        in_use: Callable[[bytes], bool] = lambda namespace_id: True,
+    ) -> tuple[int, int]:
+        """Pin (or unpin) the blocks of a prefix in memory. Returns the number of changed blocks, and of those that
+        could not be pinned.
 
-        Pins from the start until pinned blocks hold ``pin_share`` of the pool. Pins outlive their client.
+        Pins from the start until pinned blocks hold ``pin_share`` of the pool; then those of namespaces that are not
+        ``in_use`` are unpinned. Pins outlive their client.
         """
         here = self._namespace(client, namespace_id)
         if here is None:
-            return 0
+            return 0, 0
         blocks = []  # (end, group, entry): sorted by end, so that a partial pin is a usable prefix
         for g, shape in enumerate(here.shapes):
             row = here.row(g, block_hashes, 0, len(block_hashes) // HASH_BYTES // shape.hash_blocks_per_block)
             blocks += [
                 ((j + 1) * shape.hash_blocks_per_block, g, entry) for j, entry in enumerate(row) if entry is not None
             ]
-        changed = []
-        for _, _, entry in sorted(blocks, key=lambda block: block[:2]):
-            if entry.state is not READY or entry.pinned == pinned:
-                continue
-            if pinned:
-                if self._stats.pinned_pages + entry.size > self._pin_share * self._pool.pages:
-                    break
-                self._room.withdraw(entry)
-            self._mark_pinned(entry, pinned)
-            changed.append(entry)
+        entries = [entry for _, _, entry in sorted(blocks, key=lambda block: block[:2])]
+        entries = [entry for entry in entries if entry.state is READY and entry.pinned != pinned]
         if not pinned:
-            self._room.admit(reversed(changed))
-        return len(changed)
+            self._unpin(entries)
+            return len(entries), 0
+        for count, entry in enumerate(entries):
+            if not self._pin_fits(entry, in_use):
+                return count, len(entries) - count
+            self._room.withdraw(entry)
+            self._mark_pinned(entry, True)
+        return len(entries), 0
+
+    def unpin_namespace(self, namespace_id: bytes) -> int:
+        """Unpin all of its blocks. Returns their number."""
+        here = self._namespaces.get(namespace_id)
+        entries = sorted(here.pinned, key=lambda entry: entry.depth) if here is not None else []
+        self._unpin(entries)
+        return len(entries)
+
+    def _unpin(self, entries: Sequence[BlockEntry]) -> None:
+        """Parents first."""
+        for entry in entries:
+            self._mark_pinned(entry, False)
+        self._room.admit(reversed(entries))
+
+    def _pin_fits(self, entry: BlockEntry, in_use: Callable[[bytes], bool]) -> bool:
+        """Whether the share of pinned blocks has room for it, after others gave way."""
+        while self._stats.pinned_pages + entry.size > self._pin_share * self._pool.pages:
+            others = (here for here in self._namespaces.values() if here.pinned and here is not entry.namespace)
+            unused = next((here.name for here in others if not in_use(here.name)), None)
+            if unused is None:
+                return False
+            self.unpin_namespace(unused)
+        return True
 
     # -- time and numbers ----------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,6 +67,7 @@ class _Client:
     stream: Stream
     hello: m.Hello | None = None
     greeting: Timer | None = None
+    namespaces: set[bytes] = field(default_factory=set)  # that an engine uses
 
     def __str__(self) -> str:
         return f"{self.hello.kind} {self.hello.name} (pid {self.hello.pid})" if self.hello else "a client"
@@ -291,6 +292,8 @@ class StoreServer:
             nbytes = len(getattr(request, "block_hashes", b""))
             if nbytes % m.HASH_BYTES:
                 raise BadRequest(f"block hashes of {nbytes} bytes, not a multiple of {m.HASH_BYTES}")
+            if client.hello.kind == "engine" and (namespace_id := getattr(request, "namespace_id", None)):
+                client.namespaces.add(namespace_id)
             began = time.monotonic()
             handler(client, request)
             self._handling[type(request)].observe(time.monotonic() - began)
@@ -369,8 +372,20 @@ class StoreServer:
         self._watch_deadlines()
 
     def _pin(self, client: _Client, r: m.Pin) -> None:
-        count = self.index.pin(client.number, r.namespace_id, r.block_hashes, r.pinned)
-        client.stream.send(m.encode(m.Done(r.id, count)))
+        left, reason = 0, ""
+        if not r.leaves:
+            count, left = self.index.pin(client.number, r.namespace_id, r.block_hashes, r.pinned, self._in_use)
+        else:
+            client.namespaces.discard(r.namespace_id)
+            count = 0 if self._in_use(r.namespace_id) else self.index.unpin_namespace(r.namespace_id)
+        if left:
+            reason = f"{count} blocks are pinned and {left} are not: pinned blocks may hold no more than "
+            reason += f"{self.options.pin_share:.0%} of the memory (pin_share), and do. Unpin other prompts"
+        client.stream.send(m.encode(m.Done(r.id, count, reason)))
+
+    def _in_use(self, namespace_id: bytes) -> bool:
+        """By a connected engine."""
+        return any(namespace_id in client.namespaces for client in self._clients.values())
 
     def _clear(self, client: _Client, r: m.Clear) -> None:
         self._take_steps(self._clear_in_steps(client, r))
