@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import socket
+import threading
 from functools import partial
 
 import aiohttp
@@ -90,36 +91,67 @@ async def test_proxy_without_descriptors_makes_no_engine_unavailable(monkeypatch
 
 async def test_engines_are_reached_while_dns_does_not_answer(monkeypatch):
     async with Cluster() as c:
-        port, dns = int(c.core.decode[0].url.rpartition(":")[2]), {}
+        port, dns, answers = int(c.core.decode[0].url.rpartition(":")[2]), {}, threading.Event()
+        real = socket.getaddrinfo
 
-        async def getaddrinfo(host, port, **_):
+        def getaddrinfo(host, *args, **options):
+            if host != "engine.test":
+                return real(host, *args, **options)
             if dns:
-                await dns["fault"]()
+                dns["fault"]()
             return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port))]
 
-        async def fails(error):
+        def fails(error):
             raise socket.gaierror(error, "no answer")
 
-        async def health(http):
+        async def health(http, timeout=5.0):
             with contextlib.suppress(AttributeError):
                 http._session.connector.clear_dns_cache()
-            reply = await http.ask("GET", "/health", None, {"connection": "close"}, 5, True)
+            reply = await http.ask("GET", "/health", None, {"connection": "close"}, timeout, True)
             reply.close()
             return reply.status
 
-        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
+        monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
         known, new = (EngineHttp("D0", f"http://engine.test:{port}", 0.1) for _ in range(2))
         assert await health(known) == 200
-        for dns["fault"] in (partial(fails, socket.EAI_AGAIN), asyncio.Event().wait):
+        for dns["fault"] in (partial(fails, socket.EAI_AGAIN), answers.wait):
             assert await health(known) == 200
             with pytest.raises(EngineFailure) as caught:
                 await health(new)
             assert caught.value.unreached
+        answers.set()
         dns["fault"] = partial(fails, socket.EAI_NONAME)
+        await c.until(lambda: not known._resolver._asking)
         with pytest.raises(EngineFailure):
             await health(known)
         await known.aclose()
         await new.aclose()
+
+
+async def test_probe_while_dns_hangs_takes_the_last_address(monkeypatch):
+    """The probe's limit passed just before the resolver's, which was the same. Of asyncio's threads none is kept."""
+    async with Cluster() as c:
+        port, dns = int(c.core.decode[0].url.rpartition(":")[2]), []
+        answers, real = threading.Event(), socket.getaddrinfo
+
+        def getaddrinfo(host, *args, **options):
+            if dns:
+                assert threading.current_thread().name.startswith("kvtier names")
+                dns.append(host)
+                answers.wait()
+            return real("127.0.0.1", *args, **options)
+
+        monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+        http = EngineHttp("D0", f"http://engine.test:{port}", 1000.0)
+        for timeout in (1000.0, 5.0, 0.4):  # from the second on, there is no time to wait for DNS
+            reply = await http.ask("GET", "/health", None, {"connection": "close"}, timeout, True)
+            reply.close()
+            assert reply.status == 200
+            dns.append("hangs")
+            http._session.connector.clear_dns_cache()
+        assert dns.count("engine.test") == 1, "the lookup goes on, and is used by all"
+        answers.set()
+        await http.aclose()
 
 
 async def test_prompts_are_not_held_parsed_while_requests_wait():

@@ -8,7 +8,7 @@ import errno
 import io
 import socket
 import ssl
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ import aiohttp
 from vllm_kvtier.errors import ConfigError, KVTierError
 from vllm_kvtier.proxy.config import EngineAddress
 from vllm_kvtier.proxy.deadlines import time_limit
+from vllm_kvtier.proxy.engines.resolver import Resolver
 from vllm_kvtier.proxy.messages.buffers import BuffersFull, Held
 
 # uvicorn, hence vLLM, closes idle connections after 5 s. Closing them earlier here avoids most requests on a connection
@@ -122,6 +123,7 @@ class EngineHttp:
         self._engine = engine
         self._url = url
         self._session: aiohttp.ClientSession | None = None
+        self._resolver = Resolver(lambda: self.connect_timeout)
         self._closed = False
 
     async def ask(
@@ -171,7 +173,7 @@ class EngineHttp:
                     limit=0,
                     keepalive_timeout=_KEEPALIVE_SECONDS,
                     socket_factory=_socket,
-                    resolver=_Resolver(lambda: self.connect_timeout),
+                    resolver=self._resolver,
                 ),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 # An HTTP_PROXY of the environment is not meant for engines that the operator names.
@@ -188,26 +190,7 @@ class EngineHttp:
         if self._session is not None:
             await self._session.close()
             self._session = None
-
-
-class _Resolver(aiohttp.ThreadedResolver):
-    """While DNS does not answer within ``seconds()``, its last answer stays valid: connections are new every few
-    seconds, and all engines would be unavailable. A name that it does not have any more is no address."""
-
-    def __init__(self, seconds: Callable[[], float]):
-        super().__init__()
-        self._seconds = seconds
-        self._known: dict[tuple, list] = {}
-
-    async def resolve(self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET) -> list:
-        name = host, port, family
-        try:
-            async with time_limit(self._seconds()):
-                self._known[name] = await super().resolve(host, port, family)
-        except OSError as error:  # a TimeoutError, too
-            if name not in self._known or error.errno in (socket.EAI_NONAME, socket.EAI_NODATA):
-                raise
-        return self._known[name]
+        await self._resolver.close()
 
 
 def _socket(address: tuple) -> socket.socket:
