@@ -166,6 +166,20 @@ async def test_proxy_report_is_returned_on_request(stream):
         assert b"secret-export" not in reply.content and b"10.9.8.7" not in reply.content
 
 
+async def test_report_of_stream_that_arrives_in_one_piece_names_its_engine():
+    async with Cluster(d=2) as c:
+        for fake in c.d:
+
+            async def in_one_piece(seen, events=fake._stream):
+                yield "".join([event async for event in events(seen)])
+
+            fake._stream = in_one_piece
+        reply = await c.chat("u1", stream=True, headers=REPORT)
+        (params,) = (e["kv_transfer_params"] for e in events(reply.content)[:-1] if e["kv_transfer_params"])
+        proxy = params["kvtier"]["proxy"]
+        assert (proxy["decode_engine"], proxy["decode_attempts"]) == (0 if c.d[0].seen else 1, 1)
+
+
 async def test_proxy_reports_can_be_disabled_and_params_exposed():
     async with Cluster(allow_report=False, expose_params=True) as c:
         params = (await c.chat("u1", headers=REPORT)).json()["kv_transfer_params"]

@@ -175,7 +175,7 @@ def test_client_request_with_malformed_json_raises(body):
 MANY = b"[" + b"[]," * (1 << 20) + b"1]"
 
 
-@pytest.mark.parametrize("name", ["messages", "stream", "vllm_xargs", "logprobs"])
+@pytest.mark.parametrize("name", ["messages", "stream", "vllm_xargs", "echo"])
 def test_json_of_too_many_values_is_not_parsed(name):
     """64 MiB of empty lists take 3 GiB and the event loop for 14 s."""
     with pytest.raises(BadRequest, match=f"{name} has more than 2097152 values") as caught:
@@ -282,8 +282,23 @@ def test_media_names_behind_escapes_are_renamed():
 
 
 @pytest.mark.parametrize(
+    ("route", "fields"),
+    [
+        (Route.CHAT, {"messages": [{"content": [{"uuid": "logo", "image_url": 1}] * 16_385}]}),
+        (Route.CHAT, {"messages": [{"content": {"uuid": "logo", "image_url": 1}}] * 16_385}),
+        (Route.GENERATE, {"features": {"mm_hashes": {"image": ["logo"] * 16_385}}}),
+    ],
+)
+def test_request_with_very_many_named_media_is_refused(route, fields):
+    """Everything else waits meanwhile: 400,000 names took 1.1 s."""
+    with pytest.raises(BadRequest, match="more than 16384 media with names") as caught:
+        renamed(route, **fields)
+    assert caught.value.status == 413
+
+
+@pytest.mark.parametrize(
     ("fields", "most"),
-    [({"tools": [{"uuid": 1}] * 100}, 2), ({"messages": [{"content": [{"uuid": "logo", "image_url": 1}] * 100}]}, 6)],
+    [({"tools": [{"uuid": 1}] * 100}, 2), ({"messages": [{"content": [{"uuid": "logo", "image_url": 1}] * 100}]}, 7)],
     ids=["objects", "named media"],
 )
 def test_media_are_renamed_in_few_calls_for_each_object(fields, most):
@@ -325,8 +340,13 @@ def test_features_that_cannot_be_renamed_are_refused(features):
         (completion("abc", echo=True), True),
         (completion("abc", echo=True, logprobs=0), False),
         (completion("abc", logprobs=1, n=4), True),
+        (completion("abc", echo=1, logprobs=1), False),
         (completion("abc", use_beam_search=True), False),
+        (completion("abc", use_beam_search=1), False),
         (chat("abc"), True),
+        (chat("abc", echo=False, logprobs=True), True),
+        (chat("abc", echo=True), False),
+        (chat("abc", echo=1), False),
         (chat(), False),
         (chat("abc", prompt_logprobs=1), False),
     ],

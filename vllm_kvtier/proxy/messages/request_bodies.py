@@ -5,6 +5,7 @@ for byte, and a prompt of a megabyte is not parsed more often than needed.
 """
 
 import enum
+import itertools
 import json
 from collections.abc import Callable
 from typing import Any
@@ -65,6 +66,7 @@ _MAX_MEDIA_CHARS = 4096
 # and no route has a tenth of the fields.
 _MAX_VALUES = 1 << 21
 _MAX_FIELDS = 1024
+_MAX_MEDIA = 1 << 14  # with names, in one request
 
 
 class Route(enum.Enum):
@@ -131,15 +133,15 @@ class ClientRequest:
         False for several prompts in one request (one set of params names one export), for beam search, and for logprobs
         of prompt tokens, which the decode engine must compute.
         """
-        if not self._has_prompt or self.get("use_beam_search") is True:
+        # Engines take 1 and "yes" for true, too.
+        if not self._has_prompt or self.get("use_beam_search"):
             return False
         if self.route is Route.GENERATE:
             return all(_is_null(self._sampling, name) for name in ("prompt_logprobs", "prompt_logprob_token_ids"))
         if self.get("prompt_logprobs") is not None:
             return False
-        logprobs = self.get("logprobs")
-        # Completions take a number here; 0 requests the logprobs of the tokens themselves.
-        return not (self.get("echo") is True and logprobs is not None and logprobs is not False)
+        # Of a chat, vLLM gives them with ``echo``; of a completion with ``logprobs``, too, and 0 is a number of these.
+        return not self.get("echo") or (self.route is Route.COMPLETIONS and self.get("logprobs") is None)
 
     def body_for_prefill(self, salt: str, transfer: dict[str, Any]) -> bytes:
         """The one-token request that makes the prefill engine compute the prompt and export its KV."""
@@ -171,7 +173,7 @@ class ClientRequest:
         """As the function of this name."""
         rename_media(self.fields, rename)
         if self.route is Route.GENERATE and "features" in self.fields:
-            self.fields["features"] = _with_hashes_renamed(self.fields["features"], rename)
+            self.fields["features"] = _with_hashes_renamed(self.fields["features"], _limited(rename))
 
     def _take_text(self, name: str) -> str | None:
         value = self.get(name)
@@ -276,7 +278,7 @@ def remove_transfer_fields(fields: _Fields, nested: str = "vllm_xargs") -> None:
 def rename_media(fields: _Fields, rename: Callable[[str], str], searched: frozenset[str] = MESSAGE_FIELDS) -> bool:
     """Rename the media that the client has named: engines keep media by these names, for the requests of all tenants.
     ``searched``: the fields that may have media. True if there are any. Raises BadRequest."""
-    found = False
+    found, rename = False, _limited(rename)
     for name in searched & fields.keys():
         raw = fields[name]
         text = bytes(raw)
@@ -290,6 +292,18 @@ def rename_media(fields: _Fields, rename: Callable[[str], str], searched: frozen
         found |= renamed is not raw
         fields[name] = renamed
     return found
+
+
+def _limited(rename: Callable[[str], str]) -> Callable[[str], str]:
+    """For one request. A name takes 3 us, and everything else waits."""
+    count = itertools.count(1)
+
+    def limited(name: str) -> str:
+        if next(count) > _MAX_MEDIA:
+            raise _too_many("The request", "media with names", _MAX_MEDIA)
+        return rename(name)
+
+    return limited
 
 
 def _with_parts_renamed(

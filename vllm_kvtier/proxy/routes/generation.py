@@ -407,19 +407,19 @@ class Generation(EngineRequest):
     def _rewriter(self, engine: Engine) -> response_rewriter.AnswerRewriter:
         return response_rewriter.AnswerRewriter(
             partial(self._learn, engine),
-            self._report if self._wants_report else None,
+            partial(self._report, engine) if self._wants_report else None,
             expose_params=self._config.expose_params,
             max_event_bytes=self._config.max_event_bytes,
         )
 
-    def _report(self, decode: TransferParams | None) -> dict[str, Any]:
+    def _report(self, engine: Engine, decode: TransferParams | None) -> dict[str, Any]:
         prefill = self._prefill_params
         return {
             "prefill": prefill.report if prefill is not None else None,
             "decode": decode.report if decode is not None else None,
             "proxy": {
                 "prefill_engine": self._prefill_engine.index if self._prefill_engine is not None else None,
-                "decode_engine": self._decode_engine.index if self._decode_engine is not None else None,
+                "decode_engine": engine.index,
                 "decode_attempts": self._attempts,
                 "prefill_seconds": self._prefill_seconds,
             },
