@@ -225,7 +225,7 @@ class Engine:
         for name, chunk in scheduled.items():
             self.cache(self.requests[name], self.requests[name].request.num_computed_tokens + chunk)
         growth = self.tables.begin_step(step_output(scheduled, new, cached), lambda name: self.requests[name].tracked)
-        self.offloader.begin_step(self.step_number, growth)
+        self.offloader.begin_step(self.step_number, growth, idle=not scheduled)
         for name, chunk in scheduled.items():
             r = self.requests[name]
             first = r.request.num_computed_tokens

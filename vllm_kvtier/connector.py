@@ -4,6 +4,7 @@ On vLLM's scheduler thread and the model runner's thread. Only vLLM imports this
 """
 
 import sys
+import time
 from functools import partial
 from typing import Any
 
@@ -61,6 +62,7 @@ from vllm_kvtier.worker.nixl_pull.exported_memory import CacheMemory
 from vllm_kvtier.worker.nixl_pull.nixl_transport import UcxLimits
 from vllm_kvtier.worker.nixl_pull.peer_memory import PeerMemory
 from vllm_kvtier.worker.peer_fetch.process_memory import node_name
+from vllm_kvtier.worker.store.store_worker import NextLaunch
 
 logger = get_logger(__name__)
 
@@ -172,6 +174,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @contained(_SCHEDULER, repair=lambda self, request: self._scheduler.compute(request))
     def on_new_request(self, request: Any) -> None:
+        NextLaunch.since = time.monotonic()
         self._scheduler.on_new_request(request)
 
     @contained(_SCHEDULER, lambda: (0, False), lambda self, request, computed: self._scheduler.compute(request))

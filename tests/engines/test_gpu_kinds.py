@@ -71,10 +71,10 @@ KINDS = {
     "mamba2-only": Kind(16, (*FLOAT32, "--enable-prefix-caching")),
     "mamba1": Kind(16, (*BF16, "--enable-prefix-caching"), 0.3),
     "short-conv": Kind(16, BF16, 0.3),
-    "kda": Kind(64, (*BF16, "--enable-prefix-caching"), 0.3),
+    "kda": Kind(64, (*BF16, "--enable-prefix-caching"), 0.3, packages=("_flashkda_C", "cutlass")),
     "swa-sink": Kind(16, BF16, 0.5),
     "mla": Kind(64, BF16, 0.3),
-    "mla-sparse": Kind(64, BF16, 0.3, 4 * tiny_models.CHUNK, packages=("deep_gemm",)),
+    "mla-sparse": Kind(64, BF16, 0.3, 4 * tiny_models.CHUNK, packages=("deep_gemm", "cutlass")),
     "swa-mla": Kind(256, BF16, 0.3, index=4, packages=("deep_gemm", "_flashmla_C", "tilelang", "cutlass")),
 }
 READY = 300  # seconds; all kinds' engines compile their kernels at once

@@ -5,6 +5,7 @@ import itertools
 import sys
 from collections import deque
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -298,9 +299,12 @@ class RaisingOffload(Offload):
 
         def watched(name, again=False):
             method = getattr(offloader, name)
-            return lambda *args: run(
-                lambda: attempt("", method, *args, repair=(lambda: method(*args)) if again else None)
-            )
+
+            def call(*args, **kwargs):
+                bound = partial(method, *args, **kwargs)
+                return run(lambda: attempt("", bound, repair=bound if again else None))
+
+            return call
 
         parts = {name: watched(name) for name in ("begin_step", "finished", "drain", "cancel_for_requests")}
         self.offloader = Instead(offloader, **parts, cancel_all=watched("cancel_all", again=True))

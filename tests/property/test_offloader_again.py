@@ -145,7 +145,7 @@ def of_adapter(engine):
     r.request.lora_request = SimpleNamespace(lora_name="a", lora_path="")
     setattr(r.request, vr._LORA_FINGERPRINT, b"its files")
     begin = engine.offloader.begin_step
-    engine.offloader.begin_step = lambda step, growth: begin(step, [])
+    engine.offloader.begin_step = lambda step, growth, **rest: begin(step, [])
     run(engine, r)
     assert not engine.tier.asked
     return r

@@ -24,6 +24,25 @@ def test_offloader_pins_are_bounded_and_all_blocks_are_stored():
     assert stored(engine, r) == list(range(25)) and lost(engine) == {}
 
 
+def test_empty_step_unpins_blocks_only_where_they_are_lacking():
+    """It comes before the output of the step that ends a prompt is read: that would wait for it."""
+    engine = Engine(GROUPS["full"], 5, 0)
+    [r] = computed(engine, 1, 40)
+    flush(engine, r)
+    engine.tier.answer(0, engine.full)
+    engine.reactor.run()
+    for rank in (0, 1):
+        for order in list(engine.orders[rank]):
+            engine.copy(rank, order)
+    engine.reactor.run()
+    pinned = engine.offloader.pinned
+    assert engine.offloader.jobs.returned
+    engine.offloader.begin_step(engine.step_number + 1, [], idle=True)
+    assert engine.offloader.pinned == pinned
+    engine.offloader.begin_step(engine.step_number + 2, [], needed=1, idle=True)
+    assert engine.offloader.pinned < pinned
+
+
 def lost(engine):
     """Blocks that are never stored, by reason."""
     counts = engine.counters.take()

@@ -25,6 +25,7 @@ from vllm_kvtier.worker.connector_worker import KVTierConnectorWorker
 from vllm_kvtier.worker.context import CacheSetup
 from vllm_kvtier.worker.nixl_pull.exported_memory import Pending
 from vllm_kvtier.worker.peer_fetch.fetch_worker import IDLE_SECONDS
+from vllm_kvtier.worker.store.store_worker import NextLaunch
 
 
 @pytest.fixture
@@ -97,11 +98,12 @@ def test_worker_step_is_short_only_without_work_and_jobs(half, monkeypatch, name
 def test_worker_step_without_work_polls_stores_when_due(half):
     calls = []
     half._store = SimpleNamespace(
-        step=lambda step, event: calls.append(step) or step == 2, collect=lambda idle: calls.append(idle), launching=0.0
+        step=lambda step, event: calls.append(step) or step == 2, collect=lambda idle: calls.append(idle)
     )
     for step in (1, 2):
+        NextLaunch.since = 0.0
         half.begin(StepWork(step))
-        assert half._store.launching > 0, "the reactor begins no store while the forward is launched"
+        assert NextLaunch.since > 0, "the reactor begins no store while the forward is launched"
         assert half.end_step(StepWork(step)) is None
     half.end_step(StepWork(3, idle=True))
     assert calls == [1, 2, False, 3, True]

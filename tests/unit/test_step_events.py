@@ -208,7 +208,7 @@ def test_blocks_of_a_step_are_read_behind_its_drafts(engine, drafts, saves):
     older model runner), or before it collects results, which it then does behind the drafts."""
     read, connector, device = [], engine.connector, engine.device
     store = SimpleNamespace(
-        step=lambda step, event: read.append((step, event.place)), collect=lambda idle: None, launching=0.0
+        step=lambda step, event: read.append((step, event.place)), collect=lambda idle: None
     )
     engine.half._store, connector._drafts = store, drafts
     checksums = lambda jobs, event: read.append(("checksums", event.place)) or Pending(None)  # noqa: E731

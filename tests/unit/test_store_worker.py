@@ -15,6 +15,7 @@ from support import eventually
 from tier_fakes import group_view
 from worker_halves import worker_without_threads
 
+from vllm_kvtier.connector import KVTierConnector
 from vllm_kvtier.jobs.transfer_jobs import GroupLoad, LoadJob, StepWork
 from vllm_kvtier.wire import link as m
 from vllm_kvtier.wire.reactor import Reactor
@@ -24,7 +25,7 @@ from vllm_kvtier.worker.copy.host_copier import HostCopier
 from vllm_kvtier.worker.integrity.sync_load_tracker import SyncLoadTracker
 from vllm_kvtier.worker.store import copy_engine as offload
 from vllm_kvtier.worker.store import store_worker
-from vllm_kvtier.worker.store.store_worker import StoreWorker
+from vllm_kvtier.worker.store.store_worker import NextLaunch, StoreWorker
 
 
 class FakeCopier:
@@ -99,6 +100,13 @@ def store(worker, order, step):
     assert done.wait(5)
 
 
+class Fence(str):
+    """The event of a step that computes for long: the next one is launched before it has passed."""
+
+    def query(self):
+        return False
+
+
 class Before(str):
     """An event that has passed when it is polled."""
 
@@ -116,7 +124,7 @@ def test_store_job_ordered_before_its_step_is_copied_after_it(worker):
     store(worker, 1, step=5)
     time.sleep(0.02)
     assert not worker.copier.calls
-    worker.tier.step(5, "fence 5")
+    worker.tier.step(5, Fence("fence 5"))
     eventually(lambda: worker.told, 5.0, "stored")
     assert worker.copier.calls == [("store", [1, 2], "fence 5")]
     assert (worker.told[0].done, worker.told[0].cut) == ([1], [])
@@ -200,7 +208,7 @@ def test_load_is_polled_while_a_store_waits_for_its_step(worker):
 def test_load_waits_for_its_own_event(worker):
     """And not behind the fences of steps, which mark what is launched later."""
     for number in range(20):
-        worker.tier.step(number, f"fence {number}")
+        worker.tier.step(number, Fence(f"fence {number}"))
         if number % 3 == 0:
             store(worker, number, step=number)
         worker.tier.load([load(f"r{number}")], Before(f"before {number + 1}"))
@@ -210,7 +218,7 @@ def test_load_waits_for_its_own_event(worker):
 
 
 def test_step_call_without_step_number_is_ignored(worker):
-    worker.tier.step(3, "fence 3")
+    worker.tier.step(3, Fence("fence 3"))
     worker.tier.step(-1, None)
     store(worker, 1, step=3)
     eventually(lambda: worker.told, 5.0)
@@ -228,27 +236,79 @@ def test_store_job_of_part_written_by_other_rank_is_skipped(worker):
 def test_stores_wait_while_a_forward_is_launched(worker):
     """But loads do; and a launch that is not ended blocks stores for a moment only."""
     worker.tier.on_device = True
-    worker.tier.step(1, "fence 1")
-    worker.tier.launching = began = time.monotonic()
+    worker.tier.step(1, Fence("fence 1"))
+    NextLaunch.since = began = time.monotonic()
     store(worker, 1, step=1)
     worker.tier.load([load("r")], None)
     eventually(lambda: worker.finished, 5.0, "loaded")
     if time.monotonic() < began + store_worker.MAX_LAUNCH_SECONDS:
         assert [call[0] for call in worker.copier.calls] == ["load"]
     eventually(lambda: worker.told, 5.0, "stored after all")
-    worker.tier.launching = time.monotonic()
-    worker.tier.step(2, "fence 2")
+    NextLaunch.since = time.monotonic()
+    worker.tier.step(2, Fence("fence 2"))
     assert not worker.tier._launches()
+
+
+class Event:
+    def __init__(self, passed):
+        self.query = lambda: passed
+
+
+def test_step_that_the_device_waited_for_begins_no_stores(worker, monkeypatch):
+    """As that of a lone request: its output is as late as its launch. A step that is launched ahead does, and so does
+    one after a while, if none is."""
+    monkeypatch.setattr(store_worker, "AHEAD_WITHIN", 3600.0)
+    worker.tier.on_device, worker.copier.piece_bytes = True, 2 * BLOCK_BYTES
+    store(worker, 1, step=9)
+
+    def due(number, passed):
+        return worker.tier.step(number, Event(passed))
+
+    assert due(1, True), "of no step before it is anything known"
+    assert not due(2, True)
+    assert not due(3, False)
+    assert due(4, True), "launched while the device computed the third"
+    assert not due(5, True)
+    monkeypatch.setattr(store_worker, "AHEAD_WITHIN", 0.0)
+    assert due(6, True)
+
+
+def test_stores_wait_for_the_step_of_a_request_that_came(worker):
+    """From when vLLM has it, not only from when its forward is launched."""
+    worker.tier.on_device = True
+    worker.tier.step(1, Event(True))
+    assert not worker.tier._launches()
+    connector = object.__new__(KVTierConnector)
+    connector._scheduler = SimpleNamespace(on_new_request=lambda request: None)
+    KVTierConnector.on_new_request.__wrapped__(connector, None)
+    assert worker.tier._launches()
+    worker.tier.step(2, Event(True))
+    assert not worker.tier._launches()
+
+
+def test_empty_step_leaves_stores_to_the_reactor(worker, monkeypatch):
+    """The output of the step before it waits for this thread."""
+    threads, poll = [], worker.tier._engine.poll
+    monkeypatch.setattr(
+        worker.tier._engine, "poll", lambda *args: threads.append(threading.current_thread()) or poll(*args)
+    )
+    worker.tier.on_device, worker.copier.piece_bytes = True, 2 * BLOCK_BYTES
+    worker.tier.step(1, Event(True))
+    store(worker, 1, step=2)
+    worker.tier.step(2, Event(True))
+    worker.tier.collect(idle=True)
+    eventually(lambda: worker.told, 5.0, "stored")
+    assert threading.current_thread() not in threads
 
 
 def test_device_copies_are_polled_without_next_step(worker):
     """Their order came before its step was launched, and that step was the last one."""
     worker.tier.on_device = True
-    worker.tier.step(1, "fence 1")
+    worker.tier.step(1, Fence("fence 1"))
     worker.tier.collect()
     time.sleep(2 * store_worker.STEP_POLL_SECONDS[1])  # the reactor polls, and finds that it is too soon
     store(worker, 1, step=2)
-    worker.tier.step(2, "fence 2")
+    worker.tier.step(2, Fence("fence 2"))
     worker.tier.collect()
     eventually(lambda: worker.told, 5.0, "stored")
     assert worker.copier.calls == [("store", [1, 2], "fence 2")]
@@ -263,12 +323,12 @@ def test_stores_are_not_polled_in_every_step(worker, monkeypatch):
     store(worker, 1, step=1)
     eventually(lambda: polls, 5.0, "no step came before: the reactor polls")
     for number in range(1, 12):
-        assert not worker.tier.step(number, f"fence {number}")
+        assert not worker.tier.step(number, Fence(f"fence {number}"))
         if number == 6:
             store(worker, 2, step=6)
     assert len(polls) == 1
     store(worker, 3, step=6)
-    assert worker.tier.step(12, "fence 12")
+    assert worker.tier.step(12, Fence("fence 12"))
     eventually(lambda: worker.tier.collect() or sum(len(told.done) for told in worker.told) == 3, 5.0)
     assert worker.copier.calls == [("store", 3 * [1, 2], "fence 6")]
 
@@ -281,9 +341,9 @@ def test_stores_go_on_while_steps_of_any_length_follow_each_other(worker, least,
     until = time.monotonic() + 2.0
     while time.monotonic() < until or orders < 40:
         orders += 1
-        worker.tier.launching = time.monotonic()
+        NextLaunch.since = time.monotonic()
         time.sleep(2e-3)
-        if worker.tier.step(orders, f"fence {orders}"):
+        if worker.tier.step(orders, Fence(f"fence {orders}")):
             worker.tier.collect()
         store(worker, orders, step=orders)
         time.sleep(rng.uniform(least, most))
@@ -292,24 +352,24 @@ def test_stores_go_on_while_steps_of_any_length_follow_each_other(worker, least,
 
 def test_end_of_stores_is_polled_with_later_step(worker):
     worker.tier.on_device, worker.copier.piece_bytes, worker.copier.polls = True, 2 * BLOCK_BYTES, 1
-    worker.tier.step(1, "fence 1")
+    worker.tier.step(1, Fence("fence 1"))
     store(worker, 1, step=2)
-    assert worker.tier.step(2, "fence 2"), "a batch is complete"
+    assert worker.tier.step(2, Fence("fence 2")), "a batch is complete"
     worker.tier.collect()
     assert [call[0] for call in worker.copier.calls] == ["store"] and not worker.told
-    assert not worker.tier.step(3, "fence 3")
+    assert not worker.tier.step(3, Fence("fence 3"))
     time.sleep(offload.ENDING_STORES_PAUSE)
-    assert worker.tier.step(4, "fence 4")
+    assert worker.tier.step(4, Fence("fence 4"))
 
 
 def test_reactor_polls_stores_after_idle_step(worker):
     """Perhaps the engine's last one; the reactor left stores to the steps until then."""
     worker.tier.on_device, worker.tier._step_poll_seconds = True, 3600.0
-    worker.tier.step(1, "fence 1")
+    worker.tier.step(1, Fence("fence 1"))
     store(worker, 1, step=2)
-    worker.tier.step(2, "fence 2")
+    worker.tier.step(2, Fence("fence 2"))
     time.sleep(2 * store_worker.STEP_POLL_SECONDS[1])
-    worker.tier.step(3, "fence 3")
+    worker.tier.step(3, Fence("fence 3"))
     worker.tier.collect(idle=True)
     eventually(lambda: worker.told, 5.0, "stored")
 
@@ -319,11 +379,11 @@ def test_reactor_wakes_less_and_less_often_while_steps_come(worker, monkeypatch)
     worker.tier._engine.stores._batch_delay = 3600.0
     woken, ran = [], worker.tier._timer_ran
     monkeypatch.setattr(worker.tier, "_timer_ran", lambda: woken.append(time.monotonic()) or ran())
-    worker.tier.step(1, "fence 1")
+    worker.tier.step(1, Fence("fence 1"))
     store(worker, 1, step=1)
     end = time.monotonic() + 1.0
     for number in itertools.count(2):
-        worker.tier.step(number, f"fence {number}")
+        worker.tier.step(number, Fence(f"fence {number}"))
         if time.monotonic() > end:
             break
         time.sleep(3e-3)
@@ -335,12 +395,12 @@ def test_reactor_wakes_less_and_less_often_while_steps_come(worker, monkeypatch)
 def test_waiting_stores_are_polled_in_next_step(worker):
     """Their order came while the step before theirs was launched; small lots do not wait then."""
     worker.tier.on_device = True
-    worker.tier.step(1, "fence 1")
+    worker.tier.step(1, Fence("fence 1"))
     store(worker, 1, step=2)
     worker.tier.collect()
     end = time.monotonic() + 2 * offload.STORE_BATCH_DELAY
     for number in itertools.count(2):  # with steps all the time the reactor's thread does not look
-        worker.tier.step(number, "fence 2" if number == 2 else "a later one")
+        worker.tier.step(number, Fence("fence 2" if number == 2 else "a later one"))
         worker.tier.collect()
         if time.monotonic() > end:
             break
@@ -352,7 +412,7 @@ def test_waiting_stores_are_polled_in_next_step(worker):
 def test_idle_collect_polls_loads(worker, on_device):
     """The reactor's thread may not get the interpreter, and is not needed: here it sleeps all the time."""
     worker.tier.on_device = on_device
-    worker.tier.step(1, "fence 1")
+    worker.tier.step(1, Fence("fence 1"))
     worker.copier.polls = 1 << 30  # longer than any poll
     worker.tier.load([load("r")], None)
     eventually(lambda: worker.copier.calls, 5.0, "begun")
@@ -368,6 +428,13 @@ def test_idle_collect_polls_loads(worker, on_device):
     worker.tier.collect(idle=True)
     assert [result.request_id for result in worker.finished] == ["r"]
     wake.set()
+
+
+class End(float):
+    """When a forward ends, as its event."""
+
+    def query(self):
+        return time.monotonic() >= self
 
 
 class Link:
@@ -402,9 +469,9 @@ def test_stores_keep_pace_with_long_prefills(worker):
     for step in range(1, 5):
         message = m.StoreBlocks(step, "life", 0, step, array, array, array)
         worker.reactor.call_soon(lambda message=message: worker.tier.store(message))
-        ends[step] = time.monotonic() + step_seconds
-        worker.tier.step(step, ends[step])
-        worker.tier.collect()
+        ends[step] = End(time.monotonic() + step_seconds)
+        if worker.tier.step(step, ends[step]):
+            worker.tier.collect()
         time.sleep(step_seconds)
     eventually(lambda: sum(len(told.done) for told in worker.told) == 4, 5.0, "stored")
     assert not any(told.cut for told in worker.told)
@@ -418,7 +485,7 @@ def test_sync_load_starts_whole_and_stores_follow_verification(worker, on_device
     worker.tier.on_device, worker.copier.polls = on_device, 20
     many = np.arange(100, 1100)
     long = LoadJob("r", [GroupLoad(0, many, many.astype(np.uint64), many % 900 + 1)], 60.0, "life")
-    worker.tier.step(1, "fence 1")
+    worker.tier.step(1, Fence("fence 1"))
     worker.tier.load_now([long, load("s")], Before("fence 2"))
     assert sorted(block for _, blocks, _ in worker.copier.calls for block in blocks) == [3, 4, *many]
     assert len(worker.copier.calls) == len(worker.copier.held) == 1, "as few calls as can be"
@@ -524,7 +591,7 @@ def test_step_loads_are_submitted_before_cancellations():
 def test_no_copy_touches_cache_while_suspended(worker, monkeypatch):
     """Its memory is unmapped then: a copy would cost the engine its device."""
     worker.tier.on_device, worker.copier.polls = True, 1 << 60
-    worker.tier.step(1, "fence 1")
+    worker.tier.step(1, Fence("fence 1"))
     worker.tier.load([load("aborted")], None)
     assert len(worker.copier.calls) == 1 and not worker.finished
     ends = []
@@ -551,7 +618,7 @@ def test_no_copy_touches_cache_while_suspended(worker, monkeypatch):
 
 def test_polling_error_fails_neither_engine_nor_load(worker, monkeypatch, caplog):
     worker.tier.on_device = True
-    worker.tier.step(1, "fence 1")
+    worker.tier.step(1, Fence("fence 1"))
     drive, left = worker.tier._engine.poll, [3]
 
     def failing(stores=True):
@@ -571,7 +638,7 @@ def test_polling_error_fails_neither_engine_nor_load(worker, monkeypatch, caplog
 
 def test_collect_error_after_load_still_reports_result(worker, monkeypatch):
     worker.tier.on_device, worker.copier.polls = True, 1 << 60
-    worker.tier.step(1, "fence 1")
+    worker.tier.step(1, Fence("fence 1"))
     worker.tier.load([load("r")], None)
     worker.copier.end()
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError), worker.tier._lock:

@@ -237,7 +237,8 @@ class KVTierConnectorScheduler(SchedulerParts):
             growth = [each for each in growth if self._provenance.may_share(each.state)]
         checksums = self._exporter.begin_step(growth)
         if self._offloader is not None:
-            self._offloader.begin_step(self._exporter.step, growth, needed if lacking else 0)
+            idle = not output.total_num_scheduled_tokens
+            self._offloader.begin_step(self._exporter.step, growth, needed if lacking else 0, idle)
         if self._matcher.prefetching:
             self._matcher.expire_prefetches()
         if self._sharing is not None:

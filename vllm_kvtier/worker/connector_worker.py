@@ -23,7 +23,7 @@ from vllm_kvtier.worker.device.step_events import StepEvents
 from vllm_kvtier.worker.job_table import Job, JobTable
 from vllm_kvtier.worker.nixl_pull.nixl_transport import NO_LIMITS, NixlTransport, UcxLimits
 from vllm_kvtier.worker.peer_exchange import PeerExchange
-from vllm_kvtier.worker.store.store_worker import StoreWorker
+from vllm_kvtier.worker.store.store_worker import NextLaunch, StoreWorker
 
 
 class KVTierConnectorWorker:
@@ -97,7 +97,7 @@ class KVTierConnectorWorker:
         if self.drafting is not None:  # else ``wait_for_save`` did it
             self.drafted()
         if self._store is not None:
-            self._store.launching = time.monotonic()
+            NextLaunch.since = time.monotonic()
         if work.new_peers:
             self._exchange.add_engines(work.new_peers)
         if work.generation > self._exchange.generation:

@@ -111,11 +111,12 @@ class Offloader:
 
     # -- scheduler's thread ----------------------------------------------------------------------------------------
 
-    def begin_step(self, step: int, growth: list[Growth], needed: int = 0) -> None:
+    def begin_step(self, step: int, growth: list[Growth], needed: int = 0, idle: bool = False) -> None:
         """``needed``: blocks that stay free for requests; blocks of ended ones that were cut for them are not pinned
-        again before they are served."""
+        again before they are served. ``idle``: the step computes nothing, and the output of the one before it may wait
+        for this."""
         self._step, self._needed = step, needed
-        if self.jobs.returned:
+        if self.jobs.returned and (needed or not idle):
             self.drain()
         if not (growth or self._open or self._ended):
             return

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -64,10 +64,20 @@ REPORT_WITHIN = 4e-3
 # requests wait meanwhile, and each empty step costs a millisecond.
 IDLE_SECONDS, LAST_IDLE_SECONDS = 3e-3, 10e-3
 IDLE_POLL_SECONDS = 50e-6  # seconds between two polls of a device's copies then
+# A step that the device was waiting for, such as that of a lone request which vLLM's cache has, is as late as its
+# launch: what it lets stores begin waits for a step that is launched ahead, this many seconds at most.
+AHEAD_WITHIN = 0.1
 FAULT_PAUSE = 0.1  # seconds after an internal error
 DEVICE_RATE = 30e9  # bytes/s of a device's link before any was measured: about half of PCIe 5
 # Loads and stores given to a device ahead: 5 and 10 ms of such a link, without a poll.
 DEVICE_BATCHES = (4, 8)
+
+
+class NextLaunch:
+    """Of this process's engine. ``since``: when it was given the request that its next step will begin, or its next
+    step began."""
+
+    since: ClassVar[float] = -math.inf
 
 
 class StoreWorker:
@@ -79,7 +89,6 @@ class StoreWorker:
         self._view, self.on_device = view, view.device.type == "cuda"
         self._lock = threading.RLock()
         self._suspended = False  # the cache has no memory until the next step
-        self.launching = -math.inf  # since when a step's forward is being launched
         self._writes = setup.writes[context.rank]
         self._node = setup.nodes[context.rank] if setup.nodes else None  # None: the engine is on one
         path = store_path() if self._node and setup.launch is not None else setup.path
@@ -95,6 +104,8 @@ class StoreWorker:
         self._runner_polled = -math.inf  # when the model runner last polled, or made a step and need not poll
         self._step_poll_seconds = STEP_POLL_SECONDS[1]  # the current value for stores
         self._stores_at = math.inf  # when the model runner polls again while there are only stores
+        self._last_event: Any = None  # of the last step
+        self._late_since = math.inf  # the first such step since the model runner polled
         self._reported_bytes = 0
         self._unsent: deque[EndedCopy] = deque()  # ended stores that the scheduler side does not know of
         self._sent_state: tuple[str, int] = ("", 0)
@@ -128,10 +139,11 @@ class StoreWorker:
     def step(self, step: int, event: Any) -> bool:
         """The forward of ``step`` was launched; ``event`` marks its end, None without a device. A negative step is a
         call of vLLM without a step of the scheduler. Returns whether ``collect`` is due though nothing is loaded."""
-        self.launching = -math.inf
+        NextLaunch.since = -math.inf
         if step < 0:
             return False
         self._suspended = False
+        before, self._last_event = self._last_event, event
         self._step_events.append((step, event))
         self._runner_polled = now = time.monotonic()
         if self._engine.on_model_stream and self._engine.model_stream is None:
@@ -145,7 +157,14 @@ class StoreWorker:
         if self._timer_at > now + 2 * MAX_STEP_POLL_SECONDS:
             # This may be the last step for long; the timer was set when these jobs could not begin yet.
             self._reactor.call_soon(lambda: self._poll_within(STEP_POLL_SECONDS[1]))
-        return now >= self._stores_at
+        if before is not None and before.query():  # the device had nothing else to do
+            self._late_since = min(self._late_since, now)
+            if now < self._late_since + AHEAD_WITHIN:
+                return False
+        if now < self._stores_at:
+            return False
+        self._late_since = math.inf
+        return True
 
     def withdraw(self) -> None:
         """Report for good that this rank reaches no memory of the store."""
@@ -223,19 +242,21 @@ class StoreWorker:
         if idle and loading:
             self._stay()
             return
-        now = time.monotonic()
-        self._runner_polled = -math.inf if idle else now  # perhaps the last step for long: the reactor takes over
+        if idle:  # perhaps the last step for long: the reactor takes over, behind the output of the step before
+            self._runner_polled = -math.inf
+            if self.on_device and self._engine.stores.nbytes:
+                self._reactor.call_within(REPORT_WITHIN, self._schedule)
+            return
+        self._runner_polled = now = time.monotonic()
         if not (self.on_device and (loading or self._engine.stores.nbytes)):
             return
         if (loading or now >= self._stores_at) and self._lock.acquire(blocking=False):
             try:
                 self._report(self._poll())
-                pause = 0.0 if self._fault else self._engine.next_poll(steps_follow=not idle)
+                pause = 0.0 if self._fault else self._engine.next_poll(steps_follow=True)
                 self._stores_at = math.inf if pause is None else now + pause
             finally:
                 self._lock.release()
-        if idle and self._timer_at > self._stores_at:
-            self._reactor.call_soon(self._schedule)
 
     def cancel_loads(self, request_ids: list[str]) -> None:
         """Begin no more of these requests' loads. Each load still ends when nothing writes its blocks any more."""
@@ -350,9 +371,10 @@ class StoreWorker:
         self._schedule()
 
     def _launches(self) -> bool:
-        """Whether a step's forward is being launched: this thread begins no store meanwhile. Beginning one holds the
-        driver, and the launches wait for it: hundreds of kernels where no graph is replayed."""
-        return self.on_device and time.monotonic() < self.launching + MAX_LAUNCH_SECONDS
+        """Whether a step's forward is being launched, or will be at once: this thread begins no store meanwhile.
+        Beginning one holds the interpreter and the driver, and the launches wait for it: hundreds of kernels where no
+        graph is replayed."""
+        return self.on_device and time.monotonic() < NextLaunch.since + MAX_LAUNCH_SECONDS
 
     def _schedule(self) -> None:
         """Set the timer for the next poll; earlier than it was if something came meanwhile."""
