@@ -58,6 +58,7 @@ class FakeMover:
         self.state, self.reason, self.restarts, self.timeouts = STOPPED, "", 0, 0
         self.asked: list[tuple[m.Read | m.Write, Callable]] = []
         self.sent: list = []
+        self.limit = 0.0  # seconds that the last request had
         self.on_ask: Callable[[], None] = lambda: None
         self.dying: list[tuple] = []  # asked of one that was killed and is not reaped yet
         self._ids = itertools.count(1)
@@ -78,6 +79,7 @@ class FakeMover:
             on_reply(None)
             return
         self.asked.append((message, on_reply))
+        self.limit = seconds
         self.sent.append(message)
         self.on_ask()
 

@@ -3,6 +3,7 @@
 import errno
 import os
 import random
+import shutil
 import socket
 import threading
 import time
@@ -297,6 +298,35 @@ def test_disk_follows_the_room_of_its_file_system(tmp_path, monkeypatch, first, 
     assert reason in host.serve() and not looks
     opened = m.decode_to_server(read_frame(ours, time.monotonic() + 20, []))
     assert opened.capacity_pages == int((min(4, first) << 20) * 0.98) // PAGE
+    ours.close()
+
+
+@pytest.mark.parametrize("gone", ["removed", "replaced by another store's", "emptied", "data file removed"])
+def test_disk_whose_folder_was_removed_is_opened_again(tmp_path, monkeypatch, gone):
+    """It wrote on into deleted files: full by `df`, empty by `du`, and all lost at its end."""
+    monkeypatch.setattr(disk_process, "LOOK_SECONDS", 0.05)
+    folder = tmp_path / "disk"
+    options = {"path": str(folder), "size": 4 << 20, "backend": "threads"}
+    pool, (ours, theirs) = make_pool(POOL), socket.socketpair()
+    host = TierProcessMain(pool, theirs, DiskProcess)
+    ended: list[str] = []
+    thread = threading.Thread(target=lambda: ended.append(host.serve()), daemon=True)
+    thread.start()
+    write_frame(ours, m.encode(m.Open(options, pool.nbytes, __version__)))
+    assert m.decode_to_server(read_frame(ours, time.monotonic() + 20, [])).writable
+    if gone == "data file removed":
+        (folder / "slots").unlink()
+    elif gone == "emptied":
+        for file in folder.iterdir():
+            file.unlink()
+    else:
+        shutil.rmtree(folder)
+    if gone.startswith("replaced"):
+        with DiskTierProcess(pool, options) as other:
+            assert other.opened.writable
+            thread.join(20)
+    thread.join(20)
+    assert len(ended) == 1 and "removed or replaced" in ended[0]
     ours.close()
 
 

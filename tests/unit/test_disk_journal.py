@@ -87,6 +87,20 @@ def test_journal_with_a_namespace_of_an_unknown_kind_keeps_the_others(tmp_path):
     assert positions(read(tmp_path)) == [1]
 
 
+def test_journal_leaves_that_of_a_store_in_a_new_folder_alone(tmp_path):
+    """It took its snapshot by path: that became the other's newest journal, and the other's own was removed."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    ours = new_journal(folder)
+    shutil.rmtree(folder)
+    folder.mkdir()
+    theirs = new_journal(folder)
+    theirs.append([j.namespace_id(SHAPE), *j.put(rows_of(move_of(1, 1, 2, 10)))])
+    with pytest.raises(OSError, match="removed or replaced"):
+        ours.replace(j.snapshot(rows_of(), ()))
+    assert not ours.broken and positions(read(folder)) == [10]
+
+
 def test_journal_torn_end_is_dropped_for_good(tmp_path):
     journal = new_journal(tmp_path)
     journal.append(j.put(rows_of(move_of(1, 0, 1, 1))))

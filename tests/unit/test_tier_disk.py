@@ -716,6 +716,54 @@ def test_disk_tier_write_refused_for_a_removed_block_keeps_its_position_in_use()
     assert b.tier._slot_map.bad_positions == 0
 
 
+# -- a slow disk ---------------------------------------------------------------------------------------------------
+
+
+def test_disk_tier_whose_writes_are_late_is_read_meanwhile():
+    """With syncs of 7 s each write was killed after 10 s, at once again after each opening: reads failed half the time,
+    and nothing was written."""
+    b = Bench()
+    b.write(blocks_of(1, 2))
+    kept = [msgspec.structs.replace(move, slot=0) for move in b.tier_process.sent[-1].moves]
+    for pause in (60, 120, 240):
+        b.write(blocks_of(3, after=2), answer=False)
+        assert b.tier_process.limit >= 90, "a write has three syncs in a row"
+        b.tier_process.timeouts += 1
+        b.tier_process.back_off("it has not answered a write within 90 s")
+        b.tier_process.reap()
+        b.open(kept, [NAMESPACE_SHAPE])
+        find = b.find(1, 2)
+        assert find.num_hash_blocks == 2 and b.write(blocks_of(3, after=2), answer=False) == [[False]]
+        read = b.read(find, blocks_of(1, 2))
+        assert b.tier_process.limit < 20 and b.tier_process.answer() and read == [[True, True]]
+        b.tier.release(find)
+        counts = b.tier.counts()
+        assert (counts.state, counts.reason) == ("read_only", "it has not answered a write within 90 s")
+        b.reactor.run(pause - 1)
+        assert not b.tier.writable
+        b.reactor.run(1)
+        assert b.tier.writable and b.tier.counts().state == "ready"
+    assert b.write(blocks_of(3, after=2)) == [[True]]
+    b.write(blocks_of(4, after=3), answer=False)
+    b.tier_process.timeouts += 1
+    b.tier_process.back_off("late")
+    b.tier_process.reap()
+    b.open()
+    b.reactor.run(60)
+    assert b.tier.writable, "after a good write the pause is as short as at first"
+
+
+def test_disk_tier_whose_reads_are_late_writes_on():
+    b = Bench()
+    b.write(blocks_of(1))
+    b.read(b.find(1), blocks_of(1))
+    b.tier_process.timeouts += 1
+    b.tier_process.back_off("it has not answered a read within 10 s")
+    b.tier_process.reap()
+    b.open()
+    assert b.tier.writable
+
+
 # -- removals that outlive the store -------------------------------------------------------------------------------
 
 

@@ -49,6 +49,14 @@ class Storage:
     table: SlotTable = field(default_factory=lambda: SlotTable(0, j.Found().rows))
     shapes: dict[bytes, NamespaceShape] = field(default_factory=dict)
 
+    @property
+    def lock_path(self) -> str:
+        return os.path.join(self.folder, "lock")
+
+    @property
+    def slots_path(self) -> str:
+        return os.path.join(self.folder, "slots")
+
     def only_reads(self, reason: str) -> None:
         self.writable, self.journal = False, None
         self.notes.append(f"read only: {reason}")
@@ -80,7 +88,7 @@ def open_storage(files: Files, folder: str, nbytes: int, *, preallocate: bool, d
 
 
 def _lock(files: Files, storage: Storage) -> None:
-    path, folder = os.path.join(storage.folder, "lock"), Path(storage.folder)
+    path, folder = storage.lock_path, Path(storage.folder)
     if (point := unmounted(folder)) is not None:
         raise KVTierError(f"the disk tier cannot use {folder}: nothing is mounted at {point}, which /etc/fstab names")
     try:
@@ -102,7 +110,7 @@ def _lock(files: Files, storage: Storage) -> None:
 
 
 def _open_slots(files: Files, storage: Storage, direct: bool) -> None:
-    path = os.path.join(storage.folder, "slots")
+    path = storage.slots_path
     if storage.writable:
         try:
             storage.file_fd = files.open(path, os.O_RDWR | os.O_CREAT)

@@ -83,6 +83,13 @@ class Files:
             return False
         return True
 
+    def is_at(self, path: str, fd: int) -> bool:
+        """Whether the open file is still there: its folder may have been removed, replaced, or mounted over."""
+        try:
+            return os.path.samestat(os.lstat(path), os.fstat(fd))
+        except FileNotFoundError:
+            return False
+
     def size(self, fd: int) -> int:
         return os.fstat(fd).st_size
 

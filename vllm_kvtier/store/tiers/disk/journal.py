@@ -12,6 +12,7 @@ old name.
 """
 
 import contextlib
+import errno
 import os
 import struct
 import zlib
@@ -142,6 +143,8 @@ class Journal:
 
     def replace(self, entries: list[Entry]) -> None:
         """Start a new file with this snapshot."""
+        if self._fd >= 0 and not self._files.is_at(path_of(self._folder, self._number), self._fd):
+            raise OSError(errno.ESTALE, "its folder was removed or replaced")  # by another store's, perhaps
         number = self._number + 1
         new = path_of(self._folder, number)
         head = (HEAD, _HEAD.pack(FORMAT_VERSION, self._storage, number))

@@ -133,10 +133,19 @@ class DiskProcess:
         return m.Opened(not self._read_only, note[:MAX_SENTENCE], storage.capacity)
 
     def _look_for_room_later(self) -> None:
-        """Give way if others fill the file system; use more if the tier was limited and others have left."""
+        """Give way if others fill the file system; use more if the tier was limited and others have left. End if the
+        files are there no more: what is written would be lost, and another store may use the folder."""
         storage, size, opened = self._storage, int(self._options["size"]), time.monotonic()
 
+        def room() -> tuple[int, int] | None:
+            in_place = self._files.is_at(storage.lock_path, storage.lock_fd)
+            if not (in_place and self._files.is_at(storage.slots_path, storage.file_fd)):
+                return None
+            return self._files.room(storage.file_fd, storage.folder, storage.left)
+
         def looked(found: tuple[int, int] | None, error: OSError | None) -> None:
+            if error is None and found is None:
+                self._host.fail(f"{storage.folder} or its files were removed or replaced: it is opened again")
             if found is not None:
                 has, room = found
                 pages = data_pages(min(room, size))
@@ -147,7 +156,7 @@ class DiskProcess:
             later()
 
         def look() -> None:
-            self._file_worker.submit(lambda: self._files.room(storage.file_fd, storage.folder, storage.left), looked)
+            self._file_worker.submit(room, looked)
 
         def later() -> None:
             self._host.reactor.call_later(LOOK_SECONDS, self._host.guard(look))

@@ -24,12 +24,14 @@ from vllm_kvtier.wire.slots import PAGE
 
 logger = get_logger(__name__)
 
-# Time limit of a request: so many seconds, and the queued bytes at the rate of a slow or shared disk.
-REQUEST_SECONDS, MIN_RATE = 10.0, 20e6  # seconds, bytes/s
+# Time limits: so many seconds, and the queued bytes at the rate of a slow or shared disk. No request waits for a write,
+# and the three syncs of one may wait for all that others have written to the file system.
+READ_SECONDS, WRITE_SECONDS, MIN_RATE = 10.0, 90.0, 20e6  # seconds, bytes/s
 FIRST_READ_RATE = 1e9, 0.001  # bytes/s and seconds of a read, before any measurement
 PREALLOCATE_RATE = 50e6  # bytes/s; file systems without fallocate write zeros
 OPEN_RATE = 1e9  # bytes/s: the journal of four million blocks is read and sorted in 8 s of a core, which others use too
 WRITE_BACKOFF = 1.0, 60.0  # first and longest time without writes after a failed one, in seconds
+SLOW_BACKOFF = 60.0, 3600.0  # first and longest time without writes after one that was not done in time, in seconds
 REOPEN_BACKOFF = 300.0, 3600.0  # first and longest time until a read-only tier is opened again, in seconds
 REOPEN_TRIES = 60  # one a second, to do so while nothing is read; a busy disk always is
 MAX_GONE = 1 << 20  # positions per message
@@ -83,6 +85,8 @@ class DiskTier(mv.ProcessTier):
         self._no_writes = self._logged = ""  # why it is read only now; the reason logged last
         self._evicted_before = 0  # by earlier slot maps
         self._write_backoff, self._reopen_backoff = WRITE_BACKOFF[0], REOPEN_BACKOFF[0]
+        self._slow_backoff, self._slow, self._slow_until = SLOW_BACKOFF[0], "", 0.0  # no writes until then
+        self._timeouts = 0  # of its process, at its end
         self._again: Timer | None = None  # end of the backoff
         self._unrecorded: list[Callable[[str], None]] = []  # called when its process has recorded all removals
 
@@ -149,7 +153,7 @@ class DiskTier(mv.ProcessTier):
             if not self._reads.under_way:
                 self.on_quiet()
 
-        self._tier_process.request(message, self._wait_seconds(), answered)
+        self._tier_process.request(message, self._wait_seconds(READ_SECONDS), answered)
 
     def seconds(self, nbytes: int) -> float:
         return self._reads.seconds(nbytes)
@@ -224,7 +228,7 @@ class DiskTier(mv.ProcessTier):
                 kept.append(reply is not None and not reply.error)
             self._write_over(write, kept)
 
-        self._tier_process.request(message, self._wait_seconds(), answered)
+        self._tier_process.request(message, self._wait_seconds(WRITE_SECONDS), answered)
 
     def _write_over(self, write: _Write, kept: list[bool]) -> None:
         self._writing, self._moving = None, []
@@ -242,6 +246,7 @@ class DiskTier(mv.ProcessTier):
             self._stop_writes(reply.error or "no reason given", seconds, self._try_writes)
         elif self._logged:
             self._write_backoff, self._reopen_backoff, self._logged = WRITE_BACKOFF[0], REOPEN_BACKOFF[0], ""
+            self._slow_backoff = SLOW_BACKOFF[0]
             logger.info("kvtier: disk tier: writable again")
 
     def _stop_writes(self, reason: str, seconds: float, then: Callable[[], None]) -> None:
@@ -267,8 +272,8 @@ class DiskTier(mv.ProcessTier):
         else:
             self._tier_process.back_off(f"it is opened again because it was read only: {self._no_writes}")
 
-    def _wait_seconds(self) -> float:
-        return REQUEST_SECONDS + (self._reads.waiting_bytes + self._written.waiting_bytes) / MIN_RATE
+    def _wait_seconds(self, seconds: float) -> float:
+        return seconds + (self._reads.waiting_bytes + self._written.waiting_bytes) / MIN_RATE
 
     # -- removing -----------------------------------------------------------------------------------------------
 
@@ -328,6 +333,8 @@ class DiskTier(mv.ProcessTier):
         pages = min(opened.capacity_pages, self._pages) if opened.capacity_pages else self._pages
         if not opened.writable:
             self._reopen_later(opened.note or "read only")
+        elif (left := self._slow_until - self._clock()) > 0:
+            self._stop_writes(self._slow, left, self._try_writes)
         self._counts.capacity_bytes = pages * PAGE
         self._filling = self._slot_map.fill(pages)
         self._fill(self._filling)
@@ -367,6 +374,10 @@ class DiskTier(mv.ProcessTier):
             self._again.cancel()
             self._again = None
         self._no_writes = ""
+        if self._writing is not None and self._tier_process.timeouts > self._timeouts:
+            self._slow, self._slow_until = reason, self._clock() + self._slow_backoff
+            self._slow_backoff = min(2 * self._slow_backoff, SLOW_BACKOFF[1])
+        self._timeouts = self._tier_process.timeouts
         self.on_change()
         for done in list(self._unrecorded):
             self._end_wait(done, [])
