@@ -347,6 +347,7 @@ WRONG = [
     ("decode.replicas=two", "/decode/replicas"),
     ("engine.endpointPort=70000", "/engine/endpointPort"),
     ("engine.kvEvents=5557", "/engine/kvEvents"),
+    ("engine.kvEventsReplay=5657", "/engine/kvEventsReplay"),
     ("images.pullPolicy=Sometimes", "pullPolicy"),
     ("proxy.config.engines=none", "/proxy/config"),
     ("model=", "/model"),
@@ -395,3 +396,20 @@ def test_proxy_follows_the_kv_events_of_the_charts_engines():
     engines = yaml.safe_load(found["ConfigMap", "proxy"]["data"]["proxy.yaml"])["engines"]
     names = ["prefill-0.prefill", "decode-0.decode", "decode-1.decode"]
     assert [engine["events"] for engine in engines] == [f"{name}:5557" for name in names]
+
+
+@pytest.mark.parametrize("port", [5657, 6000, None])
+def test_proxy_gets_earlier_kv_events_of_the_charts_engines(port):
+    """A proxy that was restarted knew of no block that its engines had."""
+    endpoint = f"tcp://*:{port}" if port else ""
+    words = () if port == 5657 else ("--set", f"engine.kvEventsReplay={endpoint}")
+    found = render("--set", "engine.kvEvents=tcp://*:5557", *words)
+    engines = yaml.safe_load(found["ConfigMap", "proxy"]["data"]["proxy.yaml"])["engines"]
+    names = ["prefill-0.prefill", "decode-0.decode", "decode-1.decode"]
+    assert [engine.get("replay") for engine in engines] == [f"{name}:{port}" if port else None for name in names]
+    container = found["StatefulSet", "decode"]["spec"]["template"]["spec"]["containers"][0]
+    (events,) = (word.partition("=")[2] for word in container["args"] if word.startswith("--kv-events-config="))
+    assert json.loads(events).get("replay_endpoint", "") == endpoint
+    open_ports = {each["containerPort"] for each in container["ports"]}
+    from_proxies = found["NetworkPolicy", "engines"]["spec"]["ingress"][1]["ports"]
+    assert (port in open_ports) == (port in {each["port"] for each in from_proxies}) == bool(port)
