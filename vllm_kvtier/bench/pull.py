@@ -5,6 +5,7 @@ Beside it ``memcpy`` on one core in host memory; between GPUs a copy within one.
 
 import ctypes
 import multiprocessing
+import os
 import time
 from multiprocessing.connection import Connection
 
@@ -58,6 +59,7 @@ def serve(pipe: Connection, device: str, backends: list[str]) -> None:
     pipe.send((transport.metadata(), view.groups[0]))
     while not pipe.poll(0.0002):
         transport.progress()
+    os._exit(0)  # libraries that NIXL brings crash at the end of the interpreter
 
 
 class Puller:

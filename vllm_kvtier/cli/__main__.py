@@ -40,13 +40,25 @@ for name, command in {
 app.command("prefetch", hidden=True)(pin.warm)
 
 
+def _run() -> None:
+    """Raises SystemExit, but after NIXL was loaded: libraries that it brings crash at the end of the interpreter."""
+    try:
+        app()
+    except SystemExit as end:
+        if any(name.startswith("nixl") for name in sys.modules) and isinstance(end.code, int | None):
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(end.code or 0)
+        raise
+
+
 def main() -> None:
     # None: the shell has closed it (`>&-`). With LANG=C the terminal's encoding lacks the characters of bars.
     sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")
     try:
-        app()
+        _run()
     except OSError as error:  # of printing: a full disk, a closed terminal; commands handle all others
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit fails again
         sys.exit(f"error: {error.strerror or error}")
