@@ -50,7 +50,7 @@ class FakeClient:
         self.path, self.hello, self.launch, self.on_change = path, hello, launch, on_change
         self.connected, self.instance, self.reason, self.session = False, "", "not connected yet", 0
         self.started, self.tiers, self.only_named, self.lookup_timeout = False, (), (), lookup_timeout
-        self.peer_count, self.presence = 0, None
+        self.peer_count, self.presence, self.places, self.pid = 0, None, {}, 77
         self.open = []  # lookups without an answer
         self.held = set()
         self.leases = 0

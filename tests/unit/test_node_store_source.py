@@ -451,12 +451,38 @@ def test_store_source_sends_connection_state_on_connect():
     assert discard == ("discard", made.tier.namespace_id(b""), 0, block_hash, 7, 3)
 
 
-def test_store_source_missing_tier_is_logged_once(caplog, tmp_path):
-    made = make_tier(ONE, hash_block_size=16, store_disk_path=str(tmp_path))
+def test_store_source_running_store_with_other_places_is_logged_once(caplog, tmp_path):
+    made = make_tier(
+        ONE, hash_block_size=16, store_disk_path=str(tmp_path), store_nodes="127.0.0.1:1, 127.0.0.1:2",
+        store_object_url="s3://ours/kv", store_mooncake_master="127.0.0.1:50051", store_mooncake_trusted_network=True,
+        connect=False,
+    )  # fmt: skip
+    made.client.places = {
+        "nodes": "127.0.0.1:9", "object_url": "s3://theirs/kv", "mooncake_master": "127.0.0.1:50052",
+        "node_listen": "127.0.0.1:7300",
+    }  # fmt: skip
     with caplog.at_level(logging.WARNING, "vllm.kvtier.scheduler.sources.node_store"):
         made.client.connect("another life")
         made.client.connect("and another")
-    assert len([record for record in caplog.records if "lacks tier disk" in record.message]) == 1
+    (message,) = [record.message for record in caplog.records]
+    assert f"store_disk_path is not set, not {tmp_path}" in message
+    assert "nodes is 127.0.0.1:9, not 127.0.0.1:1, 127.0.0.1:2" in message
+    assert "object_url is s3://theirs/kv, not s3://ours/kv" in message
+    assert "mooncake_master is 127.0.0.1:50052, not 127.0.0.1:50051" in message
+    assert "node_listen" not in message, "an operator's store may have what this engine does not name"
+    assert "kill 77" in message
+
+
+def test_store_source_running_store_with_the_same_places_is_not_logged(caplog, tmp_path):
+    places = {"disk_path": str(tmp_path), "nodes": "127.0.0.1:2,127.0.0.1:1", "object_url": "s3://ours/kv/"}
+    made = make_tier(
+        ONE, hash_block_size=16, store_disk_path=str(tmp_path), store_nodes="127.0.0.1:1, 127.0.0.1:2",
+        store_object_url="s3://ours/kv", connect=False,
+    )  # fmt: skip
+    made.client.places = places
+    with caplog.at_level(logging.WARNING, "vllm.kvtier.scheduler.sources.node_store"):
+        made.client.connect("another life")
+    assert not caplog.records
 
 
 def test_store_source_started_store_has_default_pin_share():

@@ -82,6 +82,7 @@ def store(client: StoreClient, block_hashes: bytes) -> list[int]:
 
 def test_store_client_requests_are_answered(server, client):
     assert (client.instance, client.reason, client.pool_pages) == (server.instance, "", 256)
+    assert (client.pid, client.places) == (os.getpid(), server.options.places())
     slots = store(client, BLOCK_HASHES)
     pending = client.lookup(NAMESPACE_ID, BLOCK_HASHES, 0, EVERYTHING)
     found = outcome(pending)

@@ -66,6 +66,7 @@ def test_store_welcome_says_which_tiers_need_names(tmp_path):
         server = make(path, cluster_key_file=str(tmp_path / "key"), nodes=nodes)
         with RawClient(str(path), engine_hello()) as client:
             assert (client.welcome.tiers, client.welcome.only_named) == (["nodes"], only_named)
+            assert client.welcome.places == ({"nodes": nodes} if nodes else {})
         server.stop()
 
 

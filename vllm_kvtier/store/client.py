@@ -104,10 +104,10 @@ class StoreClient:
     Attributes (any thread): ``connected``; ``reason`` (why not connected, "" while connected); ``instance`` ("" while
     not connected); ``session`` (number of this connection, grows); ``pool_pages``, ``ready_pages`` (pushed by the store
     as memory becomes usable; 0 while not connected); ``tiers`` (names of the secondary tiers); ``only_named`` (those of
-    them that find blocks only for lookups that name other nodes); ``peer_count`` (number of other engines with this
-    one's ``compat_id``; 0 until ``present``); ``presence`` (which blocks the store's memory may have; None while not
-    connected, or for a client that is no engine). ``on_changes``, to be set before ``follow``, gets Changes on the
-    reactor's thread.
+    them that find blocks only for lookups that name other nodes); ``places``, ``pid`` (as in Welcome); ``peer_count``
+    (number of other engines with this one's ``compat_id``; 0 until ``present``); ``presence`` (which blocks the store's
+    memory may have; None while not connected, or for a client that is no engine). ``on_changes``, to be set before
+    ``follow``, gets Changes on the reactor's thread.
 
     ``launch`` is called on a thread of its own if no store listens at ``path``; it returns once one does, or raises
     KVTierError. ``dial``, to be set before ``start``, connects to the store. No method blocks. Requests without an
@@ -130,6 +130,8 @@ class StoreClient:
         self.instance, self.session, self.pool_pages, self.ready_pages = "", 0, 0, 0
         self.tiers: tuple[str, ...] = ()
         self.only_named: tuple[str, ...] = ()
+        self.places: dict[str, str] = {}
+        self.pid = 0
         self.peer_count = 0
         self.on_changes: Callable[[m.Changes], None] = lambda changes: None
         self.presence: PresenceView | None = None
@@ -453,6 +455,7 @@ class StoreClient:
         with self._lock:
             self.connected, self.reason, self.instance = True, "", reply.instance
             self.tiers, self.only_named = tuple(reply.tiers), tuple(reply.only_named)
+            self.places, self.pid = reply.places, reply.pid
             self.pool_pages, self.ready_pages = reply.pool_pages, reply.ready_pages
             self.session += 1
             self._pool_fd, self.presence = fds[0], presence

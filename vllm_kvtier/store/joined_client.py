@@ -70,6 +70,15 @@ class JoinedStoreClient:
         return self._limits[0] if all(self._limits) else 0
 
     @property
+    def places(self) -> dict[str, str]:
+        """Of the first node's store, as ``pid``."""
+        return self._clients[0].places
+
+    @property
+    def pid(self) -> int:
+        return self._clients[0].pid
+
+    @property
     def presence(self) -> "JoinedStoreClient | None":
         """As the first node's store, whose table can be read here, for what it lacks."""
         return self if self._clients[0].presence is not None else None

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import TypeVar
@@ -23,6 +24,9 @@ def _option(default: T, help: str, choices: tuple[str, ...] = ()) -> T:
 
 # From a reservation to the end of the last copy that a worker begins into its slot, which must be the block's so long.
 STORE_SECONDS = 100.0
+
+# Options that say where secondary tiers are. A running store keeps those that it was started with.
+PLACES = ("disk_path", "object_url", "mooncake_master", "mooncake_host", "nodes", "node_listen")
 
 
 @dataclass(frozen=True)
@@ -183,6 +187,10 @@ class StoreOptions:
         """The options whose names begin so."""
         return {option.name: getattr(self, option.name) for option in fields(self) if option.name.startswith(prefix)}
 
+    def places(self) -> dict[str, str]:
+        """Where the secondary tiers are, by option; without those that are not set."""
+        return {name: place for name in PLACES if (place := str(getattr(self, name)))}
+
     def arguments(self) -> list[str]:
         """Command-line arguments that ``parse`` turns into these options again."""
         return [
@@ -190,6 +198,12 @@ class StoreOptions:
             for option in fields(self)
             if getattr(self, option.name) != option.default
         ]
+
+
+def same_place(one: str, other: str) -> bool:
+    """Whether two values of an option of ``PLACES`` mean the same: lists in another order, too."""
+    words, others = ({word.rstrip("/") for word in re.split(r"[,;\s]+", value)} - {""} for value in (one, other))
+    return words == others
 
 
 def help_of(name: str) -> str:

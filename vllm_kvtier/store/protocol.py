@@ -271,6 +271,7 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     tiers: list[Name] = []  # secondary tiers
     launched: bool = True  # by an engine; else an operator runs it, and may start it again when it has ended
     only_named: list[Name] = []  # of ``tiers``, those that find blocks only for lookups that name other nodes
+    places: dict[Name, str] = {}  # as ``StoreOptions.places``
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):

@@ -24,7 +24,7 @@ from vllm_kvtier.scheduler.sources.slot_layout import SlotPlan, plan_slots
 from vllm_kvtier.store.client import Pending, StoreClient
 from vllm_kvtier.store.joined_client import JoinedStoreClient
 from vllm_kvtier.store.launcher import start_store, store_path
-from vllm_kvtier.store.options import StoreOptions
+from vllm_kvtier.store.options import StoreOptions, same_place
 from vllm_kvtier.store.protocol import PAGE, Hello
 from vllm_kvtier.store.tunnel import TunnelClient
 from vllm_kvtier.wire import link as lm
@@ -167,21 +167,29 @@ class NodeStore:
             self.events.store_changed(self._one_node_client, bool(self.limit()))
         if client.connected and not self._compared:
             self._compared = True
-            wanted = {"disk": self._options.disk_path, "object": self._options.object_url, "nodes": self._options.nodes}
-            wanted["mooncake"] = self._options.mooncake_master
-            lacking = [name for name, option in wanted.items() if option and name not in client.tiers]
-            if lacking:
-                logger.warning(
-                    "kvtier: store: running store lacks tier %s of this engine's options (it was started with others); "
-                    "stop the store (SIGTERM) and the next engine starts it with the new options",
-                    " or ".join(lacking),
-                )
+            self._compare_places(client)
         if client.connected and self._logged:
             self._logged = ""
             logger.info("kvtier: the node store is there again")
         elif not client.connected and not self._waiting:
             self._waiting = True
             self._reactor.call_later(MAX_WAIT_SECONDS, self._still_without)
+
+    def _compare_places(self, client: StoreClient | JoinedStoreClient) -> None:
+        """Warn of a running store whose tiers are elsewhere. What this engine does not set may be the operator's."""
+        others = [
+            f"store_{name} is {client.places.get(name) or 'not set'}, not {place}"
+            for name, place in self._options.places().items()
+            if not same_place(place, client.places.get(name, ""))
+        ]
+        if others:
+            logger.warning(
+                "kvtier: store: the running store keeps the options that it was started with, others than this "
+                "engine's: %s. To change them, end it (kill %d)%s",
+                "; ".join(others),
+                client.pid,
+                ": an engine starts the next one" if self._config.store == "auto" else " and start it with these",
+            )
 
     def _still_without(self) -> None:
         """Logged only if it lasts: a store that starts or restarts is there in a second or two."""

@@ -336,6 +336,7 @@ class StoreServer:
             tiers=self.tiers.names,
             launched=self._launched,
             only_named=self.tiers.only_named,
+            places=self.options.places(),
         )
         fds = [self.memory.fd, self._presence.fd] if hello.kind == "engine" else [self.memory.fd]
         client.stream.send(m.encode(welcome), fds)
