@@ -19,7 +19,7 @@ from tier_processes import tier_process_of
 
 from vllm_kvtier.devtools.engines import Engine, kvtier
 from vllm_kvtier.devtools.processes import free_port, kill_all
-from vllm_kvtier.devtools.stores import open_tier, tier_of
+from vllm_kvtier.devtools.stores import StoreFailed, open_tier, tier_of
 
 # Room for all prompts that a test reads at once, and less than what all tests read. B stores nothing itself.
 READER = {**OPTIONS, "store_size": 96 << 20, "store_write": "off", "load_policy": "always"}
@@ -231,8 +231,9 @@ async def test_remote_store_named_by_request_loads_and_other_key_is_refused(node
         )
     )
     start_missing([knows, stranger])
-    for folder in folders:
-        open_tier(store_in(folder).path, "nodes")
+    for folder in folders:  # neither's list has a store that answers
+        with pytest.raises(StoreFailed, match="0 of 1 nodes answer"):
+            open_tier(store_in(folder).path, "nodes")
     before = nodes.lent()
     assert (await nodes.asked(stranger, prompts[0])).pulled == 0
     assert (await nodes.asked(knows, prompts[0])).pulled == 0
@@ -243,7 +244,7 @@ async def test_remote_store_named_by_request_loads_and_other_key_is_refused(node
     assert_same(reply, await nodes.truth(prompts[1]))
 
     def said() -> bool:
-        return "another cluster key" in Path(store_in(folders[1]).path).with_suffix(".log").read_text()
+        return "the same cluster_key_file" in Path(store_in(folders[1]).path).with_suffix(".log").read_text()
 
     await nodes.until(lambda: asyncio.to_thread(said), 15, "it says why")
     assert nodes.lent() == before + 1

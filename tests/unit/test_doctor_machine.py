@@ -25,8 +25,11 @@ from vllm_kvtier.doctor import store
 from vllm_kvtier.doctor.examine import Options, examine
 from vllm_kvtier.doctor.machine import disk, gpus, limits, mooncake, packages, ports
 from vllm_kvtier.doctor.report import Check, exit_code
+from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.store import protocol as m
+from vllm_kvtier.store.launcher import start_store
 from vllm_kvtier.store.memory.memory_limits import MemoryLimits
+from vllm_kvtier.store.options import StoreOptions
 from vllm_kvtier.store.tiers.disk.file_ops import Files
 from vllm_kvtier.vllm_compat import version
 from vllm_kvtier.vllm_compat.probe import features
@@ -460,6 +463,26 @@ def test_doctor_without_store_says_so(tmp_path):
     assert "is not a socket" in store.socket_file(path).message
 
 
+def test_doctor_and_stats_show_why_a_store_could_not_start(tmp_path):
+    path = str(tmp_path / "s.sock")
+
+    def said() -> list[str]:
+        stats = CliRunner().invoke(app, ["stats", "--socket", path])
+        assert stats.exit_code == 1
+        return [store.socket_file(path).message, " ".join(stats.stderr.split())]
+
+    assert not any("log" in each for each in said())
+    with pytest.raises(KVTierError, match="does not fit"):
+        start_store(path, StoreOptions(size="9000GiB"))
+    assert all("a pool of 9000GiB" in each and "does not fit: " in each for each in said())
+    assert all(f"{tmp_path}/s.log" in each for each in said())
+    with open(tmp_path / "s.log", "a") as log:
+        log.write("2026-01-01 00:00:00,000 INFO kvtier: store: ends: no engine has used it\n")
+    assert not any("log" in each for each in said()), "a later one ended by itself"
+    (tmp_path / "s.log").write_bytes(b"\xff" * 9999 + b"\nImportError: no module\n\n")
+    assert all("ends with: ImportError: no module)" in each for each in said())
+
+
 def test_doctor_store_of_other_user_is_found(running, monkeypatch):
     running.start()
     monkeypatch.setattr(os, "getuid", lambda: 54321)
@@ -498,3 +521,24 @@ def test_doctor_unavailable_tier_is_found(running, tmp_path):
     checks, _ = store.store(running.path, expected=True)
     found = only(checks, "fail")
     assert found.name == "tier disk" and "unavailable: " in found.message and str(tmp_path) in found.message
+
+
+def test_doctor_and_stats_name_the_nodes_that_do_not_answer(running):
+    """Nothing was looked up. No process listens at one port, and at the other one another that is no store."""
+    running.await_tiers = False
+    with socket.socket() as taken, socket.socket() as stranger:
+        taken.bind(("127.0.0.1", 0))
+        stranger.bind(("127.0.0.1", 0))
+        stranger.listen()
+        down, silent = (f"127.0.0.1:{each.getsockname()[1]}" for each in (taken, stranger))
+        running.start(f"--nodes={down},{silent}")
+        eventually(lambda: running.tier("nodes").state == "unavailable", 30)
+        checks, _ = store.store(running.path, expected=True)
+        rows = CliRunner().invoke(app, ["stats", "--socket", running.path]).output
+    assert "0 of 2 nodes answer" in only(checks, "fail").message
+    nodes = {check.name: check for check in checks if check.name.startswith("node 127")}
+    assert {check.state for check in nodes.values()} == {"warn"}
+    assert nodes[f"node {down}"].message == "no connection can be made"
+    assert "does not answer" in nodes[f"node {silent}"].message
+    rows = [" ".join(row.split()) for row in rows.splitlines()]
+    assert "nodes state unavailable" in rows and f"node {down} no connection can be made" in rows

@@ -416,6 +416,42 @@ def test_remote_store_restarted_is_found_again(made, monkeypatch):
     eventually(lambda: asker.look().num_hash_blocks == 3)
 
 
+def test_remote_stores_of_the_list_are_known_before_a_lookup(made, monkeypatch):
+    """Which of them answer, and why others do not: none listens, the name has no address, another key."""
+    monkeypatch.setattr(node_mover, "GREET_SECONDS", 0.05)
+    monkeypatch.setattr(node_peers, "BACKOFF_SECONDS", (0.05, 0.1))
+    monkeypatch.setattr(node_peers, "GREETING_SECONDS", 1.0)
+    ours, theirs = (ClusterKey(zmq.curve_keypair()[1]) for _ in range(2))
+    store, itself, locked = (
+        made(Store, instance=name, key=key) for name, key in (("up", ours), ("us", ours), ("locked", theirs))
+    )
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        down = SimpleNamespace(address=Address("127.0.0.1", taken.getsockname()[1]))
+        nameless = Address("no-such-host.invalid", 7)
+        asker = made(Asker, store, itself, locked, down, key=ours)
+        asker.tier_process._lookups.listed = [*asker.tier_process._lookups.listed, nameless]
+        itself.serving._welcome = msgspec.structs.replace(
+            itself.serving._welcome, instance=asker.tier_process._instance
+        )
+        asker.do(asker.tier_process._greet)
+
+        def errors() -> dict:
+            latest = asker.heard[-1].errors
+            return dict(latest) if None not in latest.values() and str(itself.address) not in latest else {}
+
+        found = eventually(errors)
+    assert found.pop(str(store.address)) == ""
+    assert "cluster" in found.pop(str(locked.address))
+    assert found.pop(str(down.address)) == "no connection can be made"
+    assert "cannot be resolved" in found.pop(str(nameless)) and not found
+    store.stop()
+    eventually(lambda: asker.heard[-1].errors[str(store.address)])
+    made(Store, num_hash_blocks=3, instance="again", port=store.port, key=ours)
+    eventually(lambda: asker.heard[-1].errors[str(store.address)] == "")
+    assert asker.look().num_hash_blocks == 3
+
+
 # -- what is below the other's memory ---------------------------------------------------------------------------------
 
 

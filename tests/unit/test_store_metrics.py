@@ -182,7 +182,8 @@ def test_store_metrics_counters_only_grow_and_have_help(start, tmp_path):
 
 def test_store_metrics_keep_all_counts():
     assert {field.name for field in fields(IndexStats)} - metrics.INDEX.keys() == {"pool_pages", "ready_pages"}
-    assert {field.name for field in fields(TierCounts)} - metrics.TIER.keys() == {"name", "state", "reason", "extra"}
+    texts = {"name", "state", "reason", "extra", "nodes"}
+    assert {field.name for field in fields(TierCounts)} - metrics.TIER.keys() == texts
     assert not {field.name for field in fields(LaneCounts)} - metrics.EXTRA.keys()
     shown = {"instance", "version", "pid", "policy", "huge_pages", "clients", "index", "tiers", "directory"}
     others = set(m.Counts.__struct_fields__) - metrics.STORE.keys() - shown

@@ -415,3 +415,27 @@ def test_node_tier_answers_lease_requests_and_stops_on_unexpected_message():
         and not t.tier.writable
         and not t.tier.has(NAMESPACE_ID, 0, BLOCK_HASHES[:HASH_BYTES])
     )
+
+
+def test_node_tier_state_is_that_of_the_listed_stores():
+    t = Tiered()
+
+    def shown(errors: dict):
+        t.tier_process.on_message(m.ListedNodes(errors))
+        counts = t.tier.counts()
+        assert counts.nodes == errors
+        return counts.state, counts.reason
+
+    assert t.tier.counts().state == "opening"
+    assert shown({"a:1": None, "b:1": None}) == ("opening", "")
+    assert shown({"a:1": None, "b:1": "it refuses"}) == ("opening", "")
+    assert shown({"a:1": "", "b:1": None}) == ("ready", "")
+    assert shown({"a:1": "", "b:1": "it refuses"}) == ("ready", "1 of 2 nodes answer: b:1: it refuses")
+    silent = {f"{name}:1": "it is silent" for name in "abcdef"}
+    assert shown({"a:1": "no", "b:1": "it refuses"}) == ("unavailable", "0 of 2 nodes answer: a:1: no; b:1: it refuses")
+    assert shown(silent)[1].endswith("d:1: it is silent; and 2 more")
+    assert shown({"a:1": "", "b:1": ""}) == shown({}) == ("ready", ""), "a list with this store alone lacks none"
+    t.tier_process.down()
+    assert t.tier.counts().state == "unavailable" and not t.tier.counts().nodes
+    t.tier_process.up()
+    assert t.tier.counts().state == "opening", "a new process knows none"

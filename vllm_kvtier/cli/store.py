@@ -73,8 +73,10 @@ def stats(
     if directory["holders"]:
         _add_rows(table, "directory ", directory)
     for tier in tiers:
-        name, extra = tier.pop("name"), tier.pop("extra")
+        name, extra, nodes = tier.pop("name"), tier.pop("extra"), tier.pop("nodes")
         _add_rows(table, f"{name} ", {**tier, **extra})
+        for address, error in nodes.items():
+            table.add_row(f"node {address}", {None: "not known yet", "": "answers"}.get(error, error))
     for client in clients:
         table.add_row(client["kind"], f"{client['name']} (pid {client['pid']})")
     console = Console(markup=False)

@@ -14,8 +14,9 @@ from vllm_kvtier import __version__
 from vllm_kvtier.doctor.report import Check, fail, ok, unknown, warn
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.store import protocol as m
-from vllm_kvtier.store.launcher import serves
+from vllm_kvtier.store.launcher import last_error, log_path, serves
 from vllm_kvtier.store.memory.memory_limits import format_bytes
+from vllm_kvtier.store.tiers.base import TierCounts
 from vllm_kvtier.wire.stream import read_frame, write_frame
 
 _Answer = TypeVar("_Answer", bound=msgspec.Struct)
@@ -35,7 +36,7 @@ def store(
     except KVTierError as error:
         fix = f"stop it (its pid is in {path}.lock); the next engine starts another"
         return [fail("node store", str(error), fix)], None
-    return [*_whole(path, counts), *map(_second, filter(serves, others)), *map(_tier, counts.tiers)], counts
+    return [*_whole(path, counts), *map(_second, filter(serves, others)), *_tiers(counts.tiers)], counts
 
 
 def _second(path: str) -> Check:
@@ -49,7 +50,7 @@ def socket_file(path: str, expected: bool = True, others: Sequence[str] = ()) ->
     try:
         found = os.lstat(path)
     except FileNotFoundError:
-        message = f"no store listens at {' or '.join([path, *others])}"
+        message = f"no store listens at {' or '.join([path, *others])}{_why_none(path)}"
         return fail(name, message, _START) if expected else unknown(name, f"{message}; {_START}")
     except OSError as error:
         fix = "give --socket; check the owner of its directory"
@@ -65,13 +66,18 @@ def socket_file(path: str, expected: bool = True, others: Sequence[str] = ()) ->
         try:
             sock.connect(path)
         except ConnectionRefusedError:
-            message = f"the socket at {path} is stale: a killed store left it, and no process listens"
+            message = f"the socket at {path} is stale: a killed store left it, and no process listens{_why_none(path)}"
             return fail(name, message, f"no action needed; {_START} in its place")
         except PermissionError:
             return fail(name, f"this user may not connect to {path}", "run doctor as the engines' user")
         except OSError as error:
             return fail(name, f"{path} cannot be connected to: {error}", "see the store's log beside its socket")
     return None
+
+
+def _why_none(path: str) -> str:
+    error = last_error(path)
+    return f" (the last one's log, {log_path(path)}, ends with: {error})" if error else ""
 
 
 def _user(uid: int) -> str:
@@ -109,7 +115,7 @@ def request(path: str, message: msgspec.Struct, answer: type[_Answer], client: s
     except TimeoutError as error:
         raise KVTierError(f"the store at {path} hangs: it does not answer within {seconds:g} s") from error
     except (FileNotFoundError, ConnectionRefusedError) as error:
-        raise KVTierError(f"no node store listens at {path}; `kvtier store` starts one") from error
+        raise KVTierError(f"no node store listens at {path}{_why_none(path)}; `kvtier store` starts one") from error
     except (OSError, EOFError, msgspec.DecodeError) as error:
         reason = str(error) or type(error).__name__
         raise KVTierError(f"the store at {path} closed the connection: {reason}; is it of another version?") from error
@@ -140,7 +146,21 @@ def _whole(path: str, counts: m.Counts) -> Iterator[Check]:
     yield ok(name, f"at {path} (pid {counts.pid}): {used}, {engines} engine{'s' * (engines != 1)}")
 
 
-def _tier(tier) -> Check:
+def _tiers(tiers: Sequence[TierCounts]) -> Iterator[Check]:
+    for tier in tiers:
+        yield _tier(tier)
+        for address, error in tier.nodes.items():
+            name = f"node {address}"
+            if error is None:
+                yield unknown(name, "it has not been tried yet")
+            elif error:
+                fix = "start its store, with node_listen at this address and the same cluster_key_file; it is retried"
+                yield warn(name, error, fix)
+            else:
+                yield ok(name, "its store answers")
+
+
+def _tier(tier: TierCounts) -> Check:
     name = f"tier {tier.name}"
     if tier.state == "unavailable":
         return fail(name, f"it is unavailable: {tier.reason}", "fix the cause; the store retries it by itself")

@@ -25,7 +25,9 @@ logger = get_logger(__name__)
 
 MAX_CONNECTIONS = 2 * MAX_NODES  # to those in the list, and to others that requests name
 BACKOFF_SECONDS = 1.0, 60.0  # first and longest backoff after a failure
+UNREACHED_BACKOFF = 10.0  # longest one from a peer that no connection was made to: attempts are cheap
 SELF_BACKOFF = 600.0  # seconds; a list that all nodes share contains this store's own address
+ITSELF = "it is this store itself"
 GREETING_SECONDS = 5.0  # until Welcome
 SLOW_SECONDS = 1.0  # with a lookup unanswered for so long, a peer gets no more lookups
 ANSWER_SECONDS = 10.0  # until an answer, even if its lookup was given up
@@ -44,7 +46,8 @@ class Lookup:
 
 @dataclass(eq=False)
 class Peer(ClientConnection):
-    """``welcome``: None until it arrives. ``closed``: the connection and its leases have ended."""
+    """``welcome``: None until it arrives. ``lost``: why ZMQ has no connection now, "" if it has one or makes the first.
+    ``closed``: the connection and its leases have ended."""
 
     welcome: w.Welcome | None = None
     lookups: dict[int, Lookup] = field(default_factory=dict)
@@ -52,6 +55,7 @@ class Peer(ClientConnection):
     reads: int = 0  # during which the peer makes NIXL progress
     metadata: bytes = b""
     generation: int = 0  # of the metadata; unique over all peers
+    lost: str = ""
     closed: bool = False
 
     @property
@@ -118,6 +122,23 @@ class NodeLeaseClient(LeaseConnections[Peer]):
         self._keep_alive(peer, w.PING_SECONDS)
         return True
 
+    def greet(self, address: Address) -> None:
+        """Connect to a store of the list before it is needed, unless it is unavailable."""
+        peer = self._connections.get(address) or self._aliased(address)
+        if peer is None:
+            if len(self) < MAX_CONNECTIONS:
+                self._connect(address)
+        elif peer.welcome is not None and peer.lost and not peer.busy:
+            self.close(peer, peer.lost)
+
+    def error_of(self, address: Address) -> str | None:
+        """Why the store there did not answer when it was last tried, "" if it does; None: not known yet."""
+        peer = self._connections.get(address) or self._aliased(address)
+        if peer is not None and (peer.welcome is not None or peer.lost):
+            return peer.lost
+        reason: str | None = self._paused.get(address, (0.0, 0.0, None))[2]
+        return reason
+
     def address_of(self, address: Address) -> Address:
         """Where the store of this address is connected, if that is under another one."""
         peer = self._aliased(address)
@@ -146,7 +167,7 @@ class NodeLeaseClient(LeaseConnections[Peer]):
         if not self._end(peer):
             return
         peer.closed = True
-        self._back_off(peer.address)
+        self._back_off(peer.address, reason, BACKOFF_SECONDS[1] if peer.welcome is not None else UNREACHED_BACKOFF)
         if log:
             self._log_once(peer.address, reason)
         peer.leases.clear()
@@ -178,12 +199,18 @@ class NodeLeaseClient(LeaseConnections[Peer]):
         try:
             peer = self._open(address, hello, connect)
         except zmq.ZMQError as error:
-            self._back_off(address)
+            self._back_off(address, f"cannot connect: {error}")
             self._log_once(address, f"cannot connect: {error}")
             return None
         late = "it does not answer, or has another cluster key"
-        self._after(peer, "hello", GREETING_SECONDS, lambda: self.close(peer, late))
+        self._after(peer, "hello", GREETING_SECONDS, lambda: self.close(peer, peer.lost or late))
         return peer
+
+    def _lost(self, peer: Peer, reason: str) -> None:
+        peer.lost = reason
+
+    def _found(self, peer: Peer) -> None:
+        peer.lost = ""
 
     def _make_room(self) -> bool:
         """Close the least recently used idle connection if there are too many. False if none is idle."""
@@ -220,8 +247,8 @@ class NodeLeaseClient(LeaseConnections[Peer]):
         elif welcome.protocol != w.PROTOCOL:
             self.close(peer, f"it is vllm-kvtier {welcome.version} with protocol {welcome.protocol}, not {w.PROTOCOL}")
         elif welcome.instance == self._instance:
-            self.close(peer, "it is this store itself", log=False)
-            self._pause(peer.address, SELF_BACKOFF)
+            self.close(peer, ITSELF, log=False)
+            self._pause(peer.address, SELF_BACKOFF, ITSELF)
         elif known is not None:
             self._merge(peer, known)
         else:
@@ -302,9 +329,9 @@ class NodeLeaseClient(LeaseConnections[Peer]):
             self._send(peer, w.Ping())
         return True
 
-    def _back_off(self, address: Address) -> None:
+    def _back_off(self, address: Address, reason: str, longest: float = UNREACHED_BACKOFF) -> None:
         _, before, _ = self._paused.get(address, (0.0, 0.0, None))
-        self._pause(address, min(max(BACKOFF_SECONDS[0], 2 * before), BACKOFF_SECONDS[1]))
+        self._pause(address, min(max(BACKOFF_SECONDS[0], 2 * before), BACKOFF_SECONDS[1], longest), reason)
 
     def _log_once(self, address: Address, text: str) -> None:
         if self._is_new(address, text):

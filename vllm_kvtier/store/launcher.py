@@ -31,6 +31,8 @@ BACKOFF_SECONDS = 5.0, 60.0  # first and longest time after a failed start, whic
 # engine's options, without the other's tiers, and takes its place.
 RESTART_SECONDS = 15.0
 OTHER_START_SECONDS = 5.0  # that another process's start may take beyond its timeout
+MAX_LINE = 4096  # bytes of a log's last line that are shown
+_LOGGED = re.compile(r"[\d-]{10} [\d:,]{12} ([A-Z]+) ")  # as the store's log has it; not what others print there
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,40}")
 
 
@@ -103,8 +105,27 @@ def serves(path: str, timeout: float = 2.0) -> bool:
     return True
 
 
+def log_path(path: str) -> str:
+    """The log of a store that an engine starts at ``path``, unless its options name another."""
+    return str(Path(path).with_suffix(".log"))
+
+
+def last_error(path: str) -> str:
+    """Why the latest store that an engine started at ``path`` ended or did not start: the last line of its log, if that
+    is an error. Else ""."""
+    try:
+        with open(log_path(path), "rb") as log:
+            log.seek(max(0, os.fstat(log.fileno()).st_size - MAX_LINE))
+            lines = log.read().decode("utf-8", "replace").split("\n")
+    except OSError:  # none was started there, or by another user
+        return ""
+    last = next((line for line in reversed(lines) if line.strip()), "")
+    level = _LOGGED.match(last)
+    return "" if level and level[1] not in ("ERROR", "CRITICAL") else last
+
+
 def _start(path: str, options: StoreOptions, timeout: float) -> None:
-    log = options.log_file or str(Path(path).with_suffix(".log"))
+    log = options.log_file or log_path(path)
     reader, writer = os.pipe2(os.O_CLOEXEC)
     try:
         command = [*run_module("vllm_kvtier.store"), "--socket", path, "--detach", f"--ready-fd={writer}"]

@@ -157,7 +157,7 @@ class Dealer:
             self._events.on_found()
         elif event & _FAILED:
             self._handshake_error = (
-                "the handshake failed: check that an engine listens there and has the same cluster_key_file"
+                "the handshake failed: check what listens there, and that it has the same cluster_key_file"
             )
         elif event & _LOST:
             ended = "the connection was closed" if self._connected else "no connection can be made"

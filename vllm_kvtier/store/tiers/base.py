@@ -75,7 +75,7 @@ class TierCounts:
 
     name: str = ""
     state: str = "opening"  # opening, ready, "read_only", "unavailable"
-    reason: str = ""  # of the last two states
+    reason: str = ""  # of the last two states; of other nodes' stores also how many answer, if not all do
     capacity_bytes: int = 0  # 0: unlimited
     used_bytes: int = 0
     blocks: int = 0
@@ -95,6 +95,8 @@ class TierCounts:
     timeouts: int = 0
     restarts: int = 0  # of its process
     extra: dict[str, float] = field(default_factory=dict)
+    # Of the tier "nodes", by address: why the store there does not answer, "" if it does, None if not known yet.
+    nodes: dict[str, str | None] = field(default_factory=dict)
 
 
 class Tier(abc.ABC):

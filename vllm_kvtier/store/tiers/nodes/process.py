@@ -15,7 +15,7 @@ import numpy as np
 
 from vllm_kvtier.errors import KVTierError
 from vllm_kvtier.remote_store import protocol as w
-from vllm_kvtier.remote_store.lease_client import NodeLeaseClient, Peer
+from vllm_kvtier.remote_store.lease_client import ITSELF, NodeLeaseClient, Peer
 from vllm_kvtier.remote_store.lookup import Answer, NodeLookups
 from vllm_kvtier.remote_store.nixl_agent import Poller, Reader, Server, quiet_ucx
 from vllm_kvtier.remote_store.node_names import NodeNames
@@ -29,6 +29,7 @@ from vllm_kvtier.wire.slots import PAGE
 
 # For a promotion at another node. Blocks that are in its memory by then are read; the next lookup finds the rest.
 MAX_WAIT_SECONDS = 10.0
+GREET_SECONDS = 1.0  # between two looks at which of the listed stores are connected
 
 
 @dataclass(slots=True, eq=False)
@@ -59,6 +60,7 @@ class NodeProcess:
         self._server: NodeLeaseServer | None = None
         self._tokens = itertools.count(1)
         self._held: dict[int, Held] = {}
+        self._reported: dict[str, str | None] | None = None  # the last ListedNodes
 
     def open(self) -> m.Opened:
         quiet_ucx(loopback=self._options.key is None)
@@ -74,6 +76,7 @@ class NodeProcess:
 
             self._poller.add(serve)
         self._names.start()
+        self._greet()
         return m.Opened(writable=False)
 
     def handle(self, message: m.ToTierProcess) -> None:
@@ -97,6 +100,17 @@ class NodeProcess:
 
     def _named(self, addresses: tuple[Address, ...]) -> None:
         self._lookups.listed = [*self._options.nodes, *addresses]
+
+    def _greet(self) -> None:
+        """Connect to the listed stores, so that the operator sees which of them answer before the first lookup."""
+        for address in self._lookups.listed:
+            self._peers.greet(address)
+        errors = {str(address): self._peers.error_of(address) for address in self._lookups.listed}
+        errors = {address: error for address, error in errors.items() if error != ITSELF}
+        if errors != self._reported:
+            self._reported = errors
+            self._host.send(m.ListedNodes(errors))
+        self._reactor.call_later(GREET_SECONDS, self._host.guard(self._greet))
 
     # -- lookups ------------------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ READ_SECONDS = 75.0
 FIRST_READ_RATE = 1e9, 0.005  # bytes per second and seconds of a read, before any measurement
 FIRST_LATENCY = 0.005  # seconds of a find, before any measurement
 LATENCY_WEIGHT = 0.2  # of the latest find
+MAX_NAMED = 4  # stores that do not answer, in a reason
 MAX_ORIGINS = 1 << 14  # remembered: a wrong block is found when it is loaded, soon after it was read
 
 
@@ -36,6 +37,7 @@ class NodesTier(ProcessTier):
     def __init__(self, context: TierContext, options: m.Options, leases: NodeLeaseTable):
         parsed = NodeOptions.parse(options)
         self._listed = bool(parsed.nodes or parsed.names)
+        self._nodes: dict[str, str | None] | None = None  # as in ListedNodes, of the process that is open
         self._leases = leases
         self._instance = 0  # of the tier process: tokens of another instance are invalid
         self._bad_blocks = BadBlocks()
@@ -172,10 +174,12 @@ class NodesTier(ProcessTier):
 
     def counts(self) -> TierCounts:
         tier_process, leases = self._tier_process, self._leases
+        state, reason = self._state()
         return replace(
             self._counts,
-            state={READY: "ready", OPENING: "opening"}.get(tier_process.state, "unavailable"),
-            reason=tier_process.reason,
+            state=state,
+            reason=reason,
+            nodes=self._nodes or {},
             read_seconds=self._reads.busy_seconds(self._clock()),
             restarts=tier_process.restarts,
             timeouts=tier_process.timeouts,
@@ -187,11 +191,28 @@ class NodesTier(ProcessTier):
             },
         )
 
+    def _state(self) -> tuple[str, str]:
+        """As in TierCounts: of the process, and if it is open, of the listed stores."""
+        process = self._tier_process
+        if process.state != READY:
+            return "opening" if process.state == OPENING else "unavailable", process.reason
+        if self._nodes is None:
+            return "opening" if self._listed else "ready", ""
+        errors = [f"{address}: {error}" for address, error in self._nodes.items() if error]
+        answering = sum(error == "" for error in self._nodes.values())
+        more = f"; and {len(errors) - MAX_NAMED} more" if len(errors) > MAX_NAMED else ""
+        reason = f"{answering} of {len(self._nodes)} nodes answer: {'; '.join(errors[:MAX_NAMED])}{more}"
+        if answering or not self._nodes:
+            return "ready", reason if errors else ""
+        return ("unavailable", reason) if len(errors) == len(self._nodes) else ("opening", "")
+
     def process_message(self, message: m.ToServer) -> None:
         if isinstance(message, m.PromotionStatus):
             self._promotion_status(message)
         elif isinstance(message, m.LeaseRequest | m.Return | m.Left):
             self._leases.handle(message, self._tier_process.send)
+        elif isinstance(message, m.ListedNodes):
+            self._nodes = message.errors
         else:
             self._tier_process.back_off(f"unexpected message {type(message).__name__}")
 
@@ -201,5 +222,6 @@ class NodesTier(ProcessTier):
 
     def process_down(self, reason: str) -> None:
         self._instance += 1
+        self._nodes = None
         self._leases.end()
         self.on_change()

@@ -246,6 +246,13 @@ class Return(msgspec.Struct, frozen=True, tag="return"):
     lease: Count
 
 
+class ListedNodes(msgspec.Struct, frozen=True, tag="listed_nodes"):
+    """The stores of the option ``nodes`` but this one, by address: why it did not answer when it was last tried, "" if
+    it does, None if that is not known yet. Sent when the tier is opened and after changes."""
+
+    errors: dict[str, str | None]
+
+
 class Left(msgspec.Struct, frozen=True, tag="left"):
     """The client has disconnected: its leases end. No answer."""
 
@@ -257,7 +264,7 @@ Notice = Drop | Release | LeaseReply | PromotionStatus | Avoid | Replicate | Poo
 ToTierProcess = Open | Read | Write | Look | Notice
 ToServer = (
     Opened | Refused | Kept | Moved | Scanned | Located | PromotionStatus | LeaseRequest | Return | Left
-    | Availability | Avoid
+    | Availability | Avoid | ListedNodes
 )  # fmt: skip
 
 encode = msgspec.msgpack.Encoder().encode
