@@ -381,6 +381,20 @@ def test_store_without_clients_exits(tmp_path):
     server.stop()
 
 
+def test_launched_store_makes_way_for_a_version_with_kinds_of_cache_unknown_here(tmp_path):
+    """It decoded the whole Hello first, and stayed."""
+    idle = threading.Event()
+    server = make(tmp_path / "s.sock", idle.set)
+    hello = msgspec.to_builtins(engine_hello())
+    hello["groups"][0]["kind"] = "ring"
+    for protocol in (m.PROTOCOL, m.PROTOCOL + 1):
+        assert not idle.is_set()
+        with RawClient(server.path) as client:
+            refused = client.ask(msgspec.msgpack.encode({**hello, "protocol": protocol, "version": "9.9"})).reason
+    assert "9.9 with protocol" in refused and idle.wait(5)
+    server.stop()
+
+
 def test_launched_store_makes_way_for_another_version_once_unused(tmp_path):
     """Before, new engines had no store for ten minutes after the last old one had left."""
     idle = threading.Event()

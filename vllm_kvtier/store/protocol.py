@@ -94,6 +94,14 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     version: Name = __version__
 
 
+class AnyHello(msgspec.Struct, frozen=True, tag="hello"):
+    """What the Hello of every protocol has; its other fields may be of kinds that this version does not know."""
+
+    protocol: int
+    kind: Name = "engine"
+    version: Name = ""
+
+
 class Lookup(msgspec.Struct, frozen=True, tag="lookup"):
     """Look up blocks from hash block ``start`` on, and lease those in memory. Answer: Found.
 
@@ -437,11 +445,16 @@ Reply = Welcome | Refused | Ready | PeerCount | Changes | Found | Reserved | Don
 
 encode = msgspec.msgpack.Encoder().encode
 _request_decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_hello_decoder: msgspec.msgpack.Decoder[AnyHello] = msgspec.msgpack.Decoder(AnyHello)
 _reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
 
 def decode_request(frame: bytes) -> Request:
     return decode(_request_decoder, frame)
+
+
+def decode_any_hello(frame: bytes) -> AnyHello:
+    return decode(_hello_decoder, frame)
 
 
 def decode_reply(frame: bytes) -> Reply:

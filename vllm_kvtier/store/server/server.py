@@ -282,10 +282,10 @@ class StoreServer:
 
     def _on_frame(self, client: _Client, frame: bytes) -> None:
         try:
-            request = m.decode_request(frame)
             if client.hello is None:
-                self._greet(client, request)
+                self._greet(client, frame)
                 return
+            request = m.decode_request(frame)
             handler = self._handlers.get(type(request))
             if handler is None or (client.hello.kind != "engine" and not isinstance(request, _FOR_ALL)):
                 raise BadRequest(f"a connected {client.hello.kind} must not send {type(request).__name__}")
@@ -304,23 +304,24 @@ class StoreServer:
                 logger.warning("kvtier: store: %s sent an invalid message (%s); disconnected", client, error)
                 self._refuse(client, f"{error}"[:1000])
 
-    def _greet(self, client: _Client, hello: m.Request) -> None:
-        if not isinstance(hello, m.Hello):
-            raise BadRequest("no hello")
-        if hello.protocol != m.PROTOCOL:
+    def _greet(self, client: _Client, frame: bytes) -> None:
+        any_hello = m.decode_any_hello(frame)
+        if any_hello.protocol != m.PROTOCOL:
             self._refuse(
                 client,
                 f"the running store is vllm-kvtier {__version__} with protocol {m.PROTOCOL}, the client is "
-                f"{hello.version or 'unknown'} with protocol {hello.protocol}; "
+                f"{any_hello.version or 'unknown'} with protocol {any_hello.protocol}; "
                 + (
                     "it ends once its own engines have left"
                     if self._launched
                     else f"stop it (pid {os.getpid()}) and run one of the engines' version"
                 ),
             )
-            if self._launched and hello.kind != "tool" and not self._used():
-                self._end(f"only engines of protocol {hello.protocol} ask for it")
+            if self._launched and any_hello.kind != "tool" and not self._used():
+                self._end(f"only engines of protocol {any_hello.protocol} ask for it")
             return
+        hello = m.decode_request(frame)
+        assert isinstance(hello, m.Hello)  # of its tag
         self.index.connect(client.number, hello.hash_block_size, hello.groups)
         client.hello = hello
         if client.greeting is not None:
