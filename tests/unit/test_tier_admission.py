@@ -40,6 +40,25 @@ def test_admission_min_tokens_applies():
     assert made.stored(entry(3, 4)) and not made.stored(entry(4, 4))
 
 
+@pytest.mark.parametrize("groups", [["mamba"], ["full", "mamba"], ["sliding", "mamba"]])
+def test_admission_min_tokens_applies_to_states_whose_end_is_known(groups):
+    """Of models with recurrent states alone nothing was admitted, since a state's block has no stored parent."""
+    shapes = [GroupShape(8 if kind == "mamba" else 1, 1, 64 if kind == "sliding" else None, kind) for kind in groups]
+    namespace = NamespaceBlocks(b"s" * 16, 16, shapes, 8)
+    made = admission("all", 256)
+    for tokens in (128, 512):
+        block_hash = tokens.to_bytes(16, "big")
+        entries = [
+            BlockEntry(namespace, group, block_hash, None, 1, None, b"", 8 if kind == "mamba" else tokens // 16)
+            for group, kind in enumerate(groups)
+        ]
+        for each in entries:
+            namespace.insert(each, None)
+        admitted = tokens >= 256 or groups == ["mamba"]
+        assert [made.stored(each) for each in entries] == [made.used(each) for each in entries]
+        assert [made.stored(each) for each in entries] == [admitted] * len(groups)
+
+
 def test_admission_unknown_policy_raises():
     with pytest.raises(KeyError):
         admission("never")

@@ -88,7 +88,9 @@ class StoreOptions:
         ("all", "reuse"),
     )
     disk_min_tokens: int = _option(
-        0, "Prompts with fewer tokens are not demoted to a secondary tier: computing takes no longer."
+        0,
+        "Prompts with fewer tokens are not demoted to a secondary tier: computing takes no longer. Of models with "
+        "recurrent states alone all are: the store does not know their lengths.",
     )
     disk_queue_mib: int = _option(
         0, "Maximum size of a tier's queue of demotions; further blocks are not demoted. 0: all of the memory."

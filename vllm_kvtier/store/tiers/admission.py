@@ -63,7 +63,8 @@ class Reuse(Admission):
 
 
 class Longer(Admission):
-    """Admits what ``inner`` admits if the prefix has at least ``tokens``: shorter ones are recomputed quickly.
+    """Admits what ``inner`` admits if the prefix has at least ``tokens``, or is of unknown length: shorter ones are
+    recomputed quickly.
 
     A block's own end counts: the first blocks are refused until a later one is admitted and takes them along.
     """
@@ -82,9 +83,12 @@ class Longer(Admission):
 
     def _is_long(self, entry: BlockEntry) -> bool:
         # A block that needs no parent knows its end only if the block before it is stored. Blocks of other groups that
-        # end with it have the same hash.
+        # end with it have the same hash. Before a state mostly none is stored: without other groups its end is unknown.
         same = (table.get(entry.hash) for table in entry.namespace.tables)
-        depth = max((each.depth for each in same if each is not None), default=entry.depth)
+        depths = [each.depth for each in same if each is not None and not each.is_state]
+        if entry.is_state and not depths:
+            return True
+        depth = max(depths, default=entry.depth)
         return depth * entry.namespace.hash_block_size >= self._tokens
 
 
