@@ -276,6 +276,14 @@ def test_plan_nodes_prints_rows_for_each_combination(command):
     assert "Load in the busiest minute" in text and "round-robin" in text
 
 
+def test_plan_nodes_cuts_no_head_in_80_columns(command):
+    options = ["--nodes", "1000", "--routing", "round-robin", "--shared", "nodes", "--gpu-cache", "16MiB", "--load", "0.01"]
+    result = CliRunner().invoke(app, [*command, *options, "--disk", "64MiB"], env={"COLUMNS": "80"})
+    assert result.exit_code == 0, result.stderr
+    table = result.stdout.partition("of it per node")[2]
+    assert "…" not in table and {"without", "requests/s", "receives", "blocks/s", "round-robin"} <= set(table.split())
+
+
 def test_plan_nodes_counts_a_key_per_rank(command):
     def keys(*options: str) -> float:
         words = [*command, "--nodes", "1", "--shared", "pool", "--pool", "64MiB", "--json", *options]

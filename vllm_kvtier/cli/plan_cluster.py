@@ -1,4 +1,4 @@
-"""``kvtier plan --nodes``: the trace over many nodes, as two tables."""
+"""``kvtier plan --nodes``: the trace over many nodes, as tables."""
 
 import itertools
 import sys
@@ -112,40 +112,46 @@ def show(found: dict[str, Any], console: Console) -> None:
     )  # fmt: skip
     tiers = [tier for tier in ("cache", "memory", "disk", "cluster") if tier in ("memory", "cluster") or
              any(row[tier] for row in found["rows"])]  # fmt: skip
-    heads = ["nodes", "routing", "shared", *(f"in {tier}" for tier in tiers), "found", "without limit", "compute busy",
-             "busiest", "first token p50", "p99"]  # fmt: skip
-    rows = [
-        (
-            *_names(row),
-            *(f"{row['hits'][tier]:.1%}" for tier in tiers),
-            f"{row['found']:.1%}",
-            f"{row['ideal']:.1%}",
+    rows = found["rows"]
+    heads = [*(f"in {tier}" for tier in tiers), "found", "without limit"]
+    cells = [(*(row["hits"][tier] for tier in tiers), row["found"], row["ideal"]) for row in rows]
+    _print(console, rows, heads, [[f"{share:.1%}" for share in line] for line in cells])
+    console.print()
+    heads = ["compute busy", "busiest", "first token p50", "p99"]
+    cells = [
+        [
             *(f"{row['busy'][which]:.0%}" for which in ("mean", "max")),
             *(f"{row['first_token_seconds'][p]:.2f} s" for p in ("p50", "p99")),
-        )
-        for row in found["rows"]
+        ]
+        for row in rows
     ]
-    console.print(inputs.make_table(heads, rows, left=("routing", "shared")))
-    heads = ["nodes", "routing", "shared", "network GB/s", "a node sends", "receives", "asks/s", "master keys/s",
-             "master cores", "router requests/s", "router cores", "event blocks/s"]  # fmt: skip
-    rows = []
-    for row in found["rows"]:
-        network = row["network_bytes_per_second"]
-        rows.append(
-            (
-                *_names(row),
-                *(f"{network[name] / 1e9:,.2f}" for name in ("peak", "node_sent_peak", "node_received_peak")),
-                f"{row['asks_per_second']['peak']:,.0f}",
-                f"{row['master_keys_per_second']['peak']:,.0f}",
-                f"{row['master_cores']['peak']:.2f}",
-                f"{row['router_requests_per_second']['peak']:,.1f}",
-                f"{row['router_cores']['peak']:.2f}",
-                f"{row['event_blocks_per_second']['peak']:,.0f}",
-            )
-        )
+    _print(console, rows, heads, cells)
     console.print("\nLoad in the busiest minute", markup=False)
-    console.print(inputs.make_table(heads, rows, left=("routing", "shared")))
+    heads = ["network GB/s", "a node sends", "receives", "asks/s"]
+    cells = []
+    for row in rows:
+        network = row["network_bytes_per_second"]
+        peaks = [f"{network[name] / 1e9:,.2f}" for name in ("peak", "node_sent_peak", "node_received_peak")]
+        cells.append([*peaks, f"{row['asks_per_second']['peak']:,.0f}"])
+    _print(console, rows, heads, cells)
+    console.print()
+    heads = ["master keys/s", "master cores", "router requests/s", "router cores", "event blocks/s"]
+    cells = [
+        [
+            f"{row['master_keys_per_second']['peak']:,.0f}",
+            f"{row['master_cores']['peak']:.2f}",
+            f"{row['router_requests_per_second']['peak']:,.1f}",
+            f"{row['router_cores']['peak']:.2f}",
+            f"{row['event_blocks_per_second']['peak']:,.0f}",
+        ]
+        for row in rows
+    ]
+    _print(console, rows, heads, cells)
 
 
-def _names(row: dict[str, Any]) -> tuple[str, str, str]:
-    return f"{row['nodes']:,}", row["routing"], row["shared"]
+def _print(console: Console, rows: list[dict[str, Any]], heads: list[str], cells: list[list[str]]) -> None:
+    """A table of which each head is as narrow as its longest word: none is cut in 80 columns."""
+    names = [(f"{row['nodes']:,}", row["routing"], row["shared"]) for row in rows]
+    lines = [(*name, *line) for name, line in zip(names, cells, strict=True)]
+    heads = ["nodes", "routing", "shared", *(head.replace(" ", "\n") for head in heads)]
+    console.print(inputs.make_table(heads, lines, left=("routing", "shared")))
