@@ -81,6 +81,8 @@ def test_stats_has_each_value_on_one_line_where_it_is_piped(store):
         lines = kvtier("stats", "--socket", store.path, COLUMNS="40").stdout.splitlines()
     assert any(name.strip() in line for line in lines)
     assert all(len(line.split()) > 1 for line in lines), "what is empty is left out"
+    assert all(line == " ".join(line.split()) for line in lines if name.strip() not in line), "without columns"
+    assert "huge pages False" in lines
 
 
 def test_names_of_clients_are_no_markup(store):

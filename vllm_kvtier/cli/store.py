@@ -80,9 +80,11 @@ def stats(
     for client in clients:
         table.add_row(client["kind"], f"{client['name']} (pid {client['pid']})")
     console = Console(markup=False)
-    if not console.is_terminal:  # for grep
-        console.width = 1 << 12
-    console.print(table)
+    if console.is_terminal:
+        console.print(table)
+        return
+    for name, value in zip(*(column.cells for column in table.columns), strict=True):  # for grep, as the guides show it
+        print(name, value)
 
 
 def _add_rows(table: Table, of: str, numbers: dict) -> None:
