@@ -205,6 +205,9 @@ class Checker:
                 name = word.partition("=")[0].removeprefix("--")
                 assert re.search(rf"^ +-{name} \(", ran.stdout, re.M), f"mooncake_master has no option {name}"
 
+    def _moto_server(self, words: list[str]) -> None:
+        assert re.fullmatch(r"-p \d+", " ".join(words)), words
+
     def _kvtier(self, words: list[str]) -> None:
         files = ("--file", "--prompt", "--messages", "--compare-with", "--trace", "--cluster-key", "--machine")
         for word, before in zip(words, ["", *words], strict=False):
@@ -268,6 +271,9 @@ class Checker:
             spec = importlib.util.find_spec(words[1])
             assert spec is not None and spec.origin, f"there is no module {words[1]}"
             sources, rest = [Path(spec.origin)], words[2:]
+            if words[1] == "vllm.entrypoints.openai.api_server":
+                assert words[2] == "--model", words
+                return self._vllm(["serve", *words[3:]])
             if words[1] == "vllm_kvtier.wire.auth":
                 assert len(rest) == 1, "python -m vllm_kvtier.wire.auth FILE"
                 Path(rest[0]).name and self._there(rest[0])

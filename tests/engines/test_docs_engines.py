@@ -14,16 +14,14 @@ from pathlib import Path
 import mooncake_master
 import netns
 import pytest
-from docs_running import Place, ended, steps_of, unlike
+from docs_running import SERVERS, Place, ended, steps_of, unlike
 from node_fixtures import runtime_dir, store_in
-from s3_server import S3Server
 from support import eventually
 
 pytestmark = pytest.mark.skipif(shutil.which("curl") is None, reason="no curl here, with which the pages ask")
 
 GUIDES = "docs/guides"
-MASTER = "docs-mooncake-master"
-KEYS = {"AWS_ACCESS_KEY_ID": "anybody", "AWS_SECRET_ACCESS_KEY": "anything", "AWS_DEFAULT_REGION": "us-east-1"}
+KEYS = {"AWS_ACCESS_KEY_ID": "any", "AWS_SECRET_ACCESS_KEY": "any", "AWS_REGION": "us-east-1"}  # as the page on objects
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -32,19 +30,10 @@ def forked_engines(zygote):
 
 
 @pytest.fixture(scope="module")
-def objects():
-    server = S3Server().start()
-    server.client().create_bucket(Bucket="kv-cache")
-    yield server
-    server.kill()
-
-
-@pytest.fixture(scope="module")
-def place(demo_model, log_dir, tmp_path_factory, objects):
+def place(demo_model, log_dir, tmp_path_factory):
     """One engine, as the page on host memory starts it."""
     with runtime_dir() as runtime:
-        ports = {"9000": objects.port}
-        place = Place(demo_model, tmp_path_factory.mktemp("docs"), runtime, log_dir, KEYS, ports=ports)
+        place = Place(demo_model, tmp_path_factory.mktemp("docs"), runtime, log_dir, KEYS)
         place.store = store_in(runtime)
         with ended(place):
             first = steps_of(f"{GUIDES}/host-cache.md")[0]
@@ -65,7 +54,7 @@ def test_docs_secondary_tiers_commands_run(place, page):
         pytest.skip(mooncake_master.why_not())
 
     def no_store() -> None:
-        for service in [each for each in place.services[1:] if each.name != MASTER]:
+        for service in [each for each in place.services[1:] if each.name not in SERVERS]:
             service.kill()
             place.services.remove(service)
         place.store.kill()
@@ -82,8 +71,8 @@ def test_docs_secondary_tiers_commands_run(place, page):
 
     again = {}
     for step in steps_of(f"{GUIDES}/{page}.md"):
-        if step.text.startswith("mooncake_master"):
-            place.start(step, MASTER).wait_ready()
+        if (server := step.text.split()[0]) in SERVERS:
+            place.start(step, server).wait_ready()
         elif step.serves:
             start(step)
             # An engine that asked too early computed, and memory has it from then on: then once more from the start.

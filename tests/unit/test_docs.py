@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from docs_blocks import ROOT, Block, blocks_of, commands_of, pages
-from docs_commands import PLAIN, PREFIXES, Checker, refused
+from docs_commands import ENGINE_MODES, PLAIN, PREFIXES, Checker, refused
 
 sys.path.insert(0, str(ROOT / "tools"))
 import docs_kinds
@@ -119,6 +119,17 @@ def test_docs_inline_commands_are_valid(checker):
                 wrong.append(f"{page.relative_to(ROOT)}: {span}: {problem}")
     assert not wrong, "\n".join(wrong)
     assert checked > 20
+
+
+def test_docs_name_the_mode_that_an_engine_route_needs():
+    """Tests of the guides start all engines in it; a reader's has no such route without it."""
+    checked = 0
+    for block in BLOCKS:
+        if block.kind in SHELL and any(f"{route}\n" in block.text for route in ENGINE_MODES):
+            before = (ROOT / block.page).read_text("utf-8").splitlines()[: block.line]
+            assert "VLLM_SERVER_DEV_MODE=1" in "\n".join(before), block.where
+            checked += 1
+    assert checked >= 6
 
 
 def test_docs_index_lists_every_guide():

@@ -3,6 +3,8 @@
 import itertools
 import json
 import random
+import re
+import shlex
 from dataclasses import replace
 
 import pytest
@@ -277,11 +279,23 @@ def test_plan_nodes_prints_rows_for_each_combination(command):
 
 
 def test_plan_nodes_cuts_no_head_in_80_columns(command):
-    options = ["--nodes", "1000", "--routing", "round-robin", "--shared", "nodes", "--gpu-cache", "16MiB", "--load", "0.01"]
-    result = CliRunner().invoke(app, [*command, *options, "--disk", "64MiB"], env={"COLUMNS": "80"})
+    options = ["--nodes", "1000", "--routing", "round-robin", "--shared", "nodes", "--load", "0.01"]
+    options += ["--gpu-cache", "16MiB", "--disk", "64MiB"]
+    result = CliRunner().invoke(app, [*command, *options], env={"COLUMNS": "80"})
     assert result.exit_code == 0, result.stderr
     table = result.stdout.partition("of it per node")[2]
     assert "…" not in table and {"without", "requests/s", "receives", "blocks/s", "round-robin"} <= set(table.split())
+
+
+def test_plan_nodes_prints_what_the_page_shows(root, monkeypatch):
+    """docs/kvtier-command.md: the trace in the repository, in any terminal."""
+    section = (root / "docs/kvtier-command.md").read_text("utf-8").partition("### Many nodes")[2]
+    words = shlex.split(re.search(r"^    kvtier (.*?)\n\n", section, re.M | re.S)[1].replace("\\\n", ""))
+    monkeypatch.chdir(root)
+    printed = CliRunner().invoke(app, words, env={"COLUMNS": "80"}).stdout
+    shown = re.search(r"```text\n(.*?)```", section, re.S)[1]
+    lines = [line.rstrip() for line in printed.splitlines()]
+    assert shown in "\n".join(lines) + "\n"
 
 
 def test_plan_nodes_counts_a_key_per_rank(command):

@@ -12,6 +12,7 @@ from proxy_fakes import Cluster
 from vllm_kvtier.proxy.config import EngineAddress, ProxyConfig
 from vllm_kvtier.proxy.config_file import ServerOptions, load_settings
 from vllm_kvtier.proxy.keys import ApiKeys
+from vllm_kvtier.proxy.kv_events.messages import Tier
 from vllm_kvtier.proxy.routes.passthrough import _ROUTES
 
 PAGE = (Path(__file__).parents[2] / "docs/proxy.md").read_text("utf-8")
@@ -87,3 +88,8 @@ async def test_proxy_docs_metrics_exist():
         outcomes = {"ok", "refused", "too_busy", "failed", "broken", "client_left", "kvtier_proxy_"}
         for name in set(names) - outcomes:
             assert re.search(rf"^kvtier_proxy_{name}(_count)?[ {{]", page, re.M), name
+
+
+def test_proxy_docs_sample_of_kv_blocks_has_every_tier():
+    shown = re.findall(r'^kvtier_proxy_kv_blocks\{events="10.0.0.3:5557",tier="(\w+)"\} \d+\.0$', block("text"), re.M)
+    assert shown == [tier.name.lower() for tier in Tier]

@@ -150,7 +150,7 @@ def show(found: dict[str, Any], console: Console) -> None:
 
 
 def _print(console: Console, rows: list[dict[str, Any]], heads: list[str], cells: list[list[str]]) -> None:
-    """A table of which each head is as narrow as its longest word: none is cut in 80 columns."""
+    """Heads are as narrow as their longest words: none is cut in 80 columns."""
     names = [(f"{row['nodes']:,}", row["routing"], row["shared"]) for row in rows]
     lines = [(*name, *line) for name, line in zip(names, cells, strict=True)]
     heads = ["nodes", "routing", "shared", *(head.replace(" ", "\n") for head in heads)]
