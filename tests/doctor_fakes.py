@@ -153,6 +153,7 @@ class FakeEngine:
                     store_seconds=found.seconds, history_seconds=found.known,
                     spans=spans_in_tokens(found.spans, cache_groups([(HASH_BLOCK_SIZE, None)]), len(text)),
                     tiers=[tier_source(tier, HASH_BLOCK_SIZE) for tier in found.tiers],
+                    namespace=self.namespace_id.hex(),
                 )
             )  # fmt: skip
 

@@ -145,6 +145,11 @@ async def test_doctor_prompt_never_stored_then_evicted_is_explained(pair, driver
     done = await command("inspect", *given(first), "--prompt", file)
     assert "GPU cache" in done.stdout and f"tokens 0 to {whole}: evicted, " in done.stdout, done.stdout
 
+    # What it stores is in the namespace that `kvtier inspect` prints.
+    assert f"namespace {found['namespace']} " in done.stdout
+    done = await command("clear", "--socket", store.path, "--namespace", found["namespace"])
+    assert int(done.stdout.removesuffix(" blocks dropped\n")) > 10, done
+
 
 async def test_doctor_prompt_reports_remaining_prefix(pair, driver, tmp_path):
     """The end goes first; the rest is found, and doctor says from where on it is not, and why."""

@@ -350,7 +350,8 @@ def test_joined_namespaces_depend_on_the_ranks_of_each_node():
     names = set()
     for ranks in ([[0], [1]], [[1], [0]], [[0, 1], [2, 3]], [[0, 1, 2], [3]]):
         made = JoinedStoreClient(lambda *_: SimpleNamespace(), ranks, [[FULL]] * 2, lambda: None)
-        names |= {made._name(NAME, 0), made._name(NAME, 1), NAME}
+        assert made.names_of(NAME) == [made._name(NAME, 0), made._name(NAME, 1)]
+        names |= {*made.names_of(NAME), NAME}
     assert len(names) == 7, "the second has the first one's, on other nodes"
 
 

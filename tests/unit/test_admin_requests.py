@@ -41,7 +41,7 @@ def test_admin_request_that_waits_does_not_hold_its_tokens(kind):
     make_request("r", tokens, HASH_BLOCK_SIZE)  # makes vLLM's seed
     store = SimpleNamespace(
         inspect=lambda hashes: pending, pin=lambda hashes, pinned: pending, instance="life", problem="",
-        explain=lambda hashes, fingerprint: pending,
+        explain=lambda hashes, fingerprint: pending, namespace=lambda fingerprint: "",
     )  # fmt: skip
     context = load_context(
         [(HASH_BLOCK_SIZE, None)], HASH_BLOCK_SIZE, pool=BlockPool(FakePool(100, HASH_BLOCK_SIZE)),

@@ -103,6 +103,17 @@ def test_inspect_table_fits_any_terminal_width(make, given, monkeypatch, columns
     assert line.count("█") + line.count("░") == (40 if columns == "200" else 0)
 
 
+def test_inspect_prints_the_namespace_that_clear_takes(make, given, store):
+    """Nothing printed it: one model's blocks could not be dropped without all others'."""
+    engine = make(FakeEngine, store=store.path)
+    engine.stores(TEXT)
+    given += ["--endpoint", engine.address]
+    namespace = json.loads(CliRunner().invoke(app, [*given, "--json"]).stdout)["engines"][0]["namespace"]
+    assert f"namespace {namespace} (for `kvtier clear --namespace`)" in CliRunner().invoke(app, given).stdout
+    cleared = CliRunner().invoke(app, ["clear", "--socket", store.path, "--namespace", namespace])
+    assert cleared.exit_code == 0 and cleared.stdout == "6 blocks dropped\n"
+
+
 def test_inspect_cache_salt_is_applied(make, given):
     engine = make(FakeEngine)
     engine.gpu_cache[TEXT, "tenant"] = 80

@@ -39,8 +39,9 @@ class World:
         self.asked: list[tuple[list[bytes], bytes]] = []
         self.pending = FakePending(1)
         self.tier = SimpleNamespace(
-            explain=self._explain, instance="life", problem="", load_bytes=lambda tokens: tokens * 1000
-        )
+            explain=self._explain, instance="life", problem="", load_bytes=lambda tokens: tokens * 1000,
+            namespace=lambda lora_fingerprint: "5" * 32,
+        )  # fmt: skip
         make_request("r", TOKENS, HASH_BLOCK_SIZE)  # makes vLLM's seed
         info = {"max_tokens": 1000}
         load = load_context(
@@ -93,6 +94,7 @@ def test_explain_reports_tiers():
     ]  # fmt: skip
     assert found.tiers == [m.Source("disk", 28, "ready"), m.Source("nodes", None, "unavailable", "no net")]
     assert found.peers == [m.Source("h:7", 24)] and found.store == "life" and found.problem == ""
+    assert found.namespace == "5" * 32
     assert world.asked[0][0] == [bytes(each) for each in make_request("r", TOKENS, HASH_BLOCK_SIZE).block_hashes]
 
 

@@ -94,6 +94,7 @@ def as_object(address: str, found: Explanation | str) -> dict:
             for each in found.spans
         ],
         "load_decisions": msgspec.to_builtins(found.load_decisions), "problem": found.problem,
+        "namespace": found.namespace,
     }  # fmt: skip
 
 
@@ -121,6 +122,9 @@ def show(address: str, found: Explanation | str, console: Console) -> None:
         console.print(Text(f"  ({removal_text.ABOUT_SALTS})", style="dim"), soft_wrap=True)
     for each in found.load_decisions:
         console.print(f"  it would {removal_text.decision(each)}", soft_wrap=True, markup=False)
+    if found.namespace:
+        text = f"  namespace {found.namespace} (for `kvtier clear --namespace`)"
+        console.print(Text(text, style="dim"), soft_wrap=True)
     if found.problem:
         console.print(Text(f"  {found.problem}", style="yellow"), soft_wrap=True)
 

@@ -101,7 +101,8 @@ def clear(
     name: inputs.StoreName = "default",
     socket: inputs.StoreSocket = None,
     namespace: Annotated[
-        str | None, typer.Option("--namespace", help="Only blocks of this namespace id, 32 hexadecimal digits.")
+        str | None,
+        typer.Option("--namespace", help="Only blocks of this id (32 hexadecimal digits); `kvtier inspect` prints it."),
     ] = None,
     space: Annotated[str | None, typer.Option("--space", hidden=True)] = None,
     everything: Annotated[bool, typer.Option("--all", help="All blocks of all models.")] = False,

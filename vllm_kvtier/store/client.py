@@ -240,6 +240,10 @@ class StoreClient:
         """Outcome: Done, with the number of blocks."""
         return self._ask(lambda id: m.Pin(id, namespace_id, block_hashes, pinned))
 
+    def names_of(self, namespace_id: bytes) -> list[bytes]:
+        """The id that the namespace has in each node's store."""
+        return [namespace_id]
+
     def leave(self, namespace_id: bytes) -> Pending:
         """This engine uses the namespace no more. Outcome: Done, with the number of blocks that were unpinned."""
         return self._ask(lambda id: m.Pin(id, namespace_id, b"", False, leaves=True))

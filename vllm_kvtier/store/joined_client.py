@@ -249,6 +249,9 @@ class JoinedStoreClient:
     def pin(self, namespace_id: bytes, block_hashes: bytes, pinned: bool = True) -> Pending:
         return self._least("count", "pin", namespace_id, block_hashes, pinned)
 
+    def names_of(self, namespace_id: bytes) -> list[bytes]:
+        return [self._name(namespace_id, node) for node in range(len(self._clients))]
+
     def leave(self, namespace_id: bytes) -> Pending:
         return self._least("count", "leave", namespace_id)
 

@@ -331,7 +331,8 @@ class LoadEstimate(msgspec.Struct, frozen=True):
 
 class Explanation(msgspec.Struct, frozen=True, tag="explanation"):
     """Answer to Explain, in tokens. ``gpu_cache``, ``exported``, ``stored`` as in PrefixLengths. ``problem``: why the
-    engine could not check all tiers, "" if it could."""
+    engine could not check all tiers, "" if it could. ``namespace``: its id in the store, in hexadecimal digits; of an
+    engine over several nodes one for each node's store, in order."""
 
     question: Count
     prompt: Count
@@ -348,6 +349,7 @@ class Explanation(msgspec.Struct, frozen=True, tag="explanation"):
     load_decisions: Annotated[list[LoadEstimate], msgspec.Meta(max_length=16)] = []
     pull_threshold: Count = 0
     problem: Name = ""
+    namespace: Instances = ""
 
 
 class GetIdentity(msgspec.Struct, frozen=True, tag="get_identity"):

@@ -99,6 +99,7 @@ class Explainer:
             peers=peers, load_decisions=self._load_decisions(cached, stored, peers, tokens),
             pull_threshold=self._config.pull_threshold,
             problem=self._problem(tokens, getattr(outcome, "reason", ""))[:512],
+            namespace=self._store.namespace(lora_fingerprint) if self._store is not None else "",
         )  # fmt: skip
 
     def _problem(self, tokens: int, failure: str) -> str:

@@ -39,6 +39,12 @@ class StoreAdmin:
             self._store.namespace_id(lora_fingerprint), packed(block_hashes), EXPLAIN_WAIT, *key_params
         )
 
+    def namespace(self, lora_fingerprint: bytes) -> str:
+        """As in ``wire.messages.Explanation``."""
+        client = self._store.client
+        names = client.names_of(self._store.namespace_id(lora_fingerprint)) if client is not None else []
+        return " ".join(name.hex() for name in names)
+
     def load_bytes(self, tokens: int) -> int:
         return self._store.load_bytes(tokens)
 
