@@ -1,9 +1,13 @@
 """TLS on both sides of the proxy."""
 
+import asyncio
+import contextlib
+import json
 import os
 import ssl
 from pathlib import Path
 
+import anyio
 import httpx
 import pytest
 from proxy_authority import Authority
@@ -13,6 +17,7 @@ from vllm_kvtier.errors import ConfigError
 from vllm_kvtier.proxy.config import EngineAddress, ProxyConfig
 from vllm_kvtier.proxy.core import check_secrets
 from vllm_kvtier.proxy.engines import engine_http
+from vllm_kvtier.proxy.routes.connections import BoundedProtocol
 
 
 @pytest.mark.parametrize("trusted", ["engines and their client", "engines", "nobody"])
@@ -109,6 +114,31 @@ async def test_proxy_serves_https(tmp_path):
         async with httpx.AsyncClient(trust_env=False, verify=context) as client:
             reply = await client.post(f"https://127.0.0.1:{server.port}/v1/chat/completions", json=turn("u1"))
             assert reply.status_code == 200
+        await server.end()
+
+
+@pytest.mark.parametrize("pieces", [1, 200])
+async def test_request_behind_a_refused_one_is_not_read_with_tls(tmp_path, pieces):
+    """TLS delivers what it has received while it closes a connection."""
+    authority = Authority(tmp_path)
+    cert, key = authority.issue("proxy")
+    inner = json.dumps(turn("smuggled")).encode()
+    inner = b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(inner) + inner
+    outer = b"POST /v1/audio/translations HTTP/1.1\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n"
+    outer += b"Content-Length: %d\r\n\r\n" % (len(inner) * pieces)
+    async with Cluster(p=0) as c:
+        options = {"http": BoundedProtocol, "ssl_certfile": cert, "ssl_keyfile": key}
+        server = QuietServer(c.app, lifespan="off", **options)
+        await server.begin()
+        context = ssl.create_default_context(cafile=authority.ca_file)
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port, ssl=context)
+        for piece in (outer, *[inner] * pieces):  # in records of their own
+            writer.write(piece)
+        with anyio.fail_after(20), contextlib.suppress(ConnectionError):
+            assert (await reader.read()).count(b"HTTP/1.1 ") == 1
+        writer.transport.abort()
+        await c.chat("hello")
+        assert len(c.d[0].seen) == 1
         await server.end()
 
 
