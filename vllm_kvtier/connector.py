@@ -174,7 +174,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @contained(_SCHEDULER, repair=lambda self, request: self._scheduler.compute(request))
     def on_new_request(self, request: Any) -> None:
-        NextLaunch.since = time.monotonic()
+        if not self._scheduler.has_requests:  # else stores would wait for each in a long step
+            NextLaunch.since = time.monotonic()
         self._scheduler.on_new_request(request)
 
     @contained(_SCHEDULER, lambda: (0, False), lambda self, request, computed: self._scheduler.compute(request))

@@ -157,7 +157,7 @@ def test_retained_blocks_give_way_to_a_request_whose_load_has_ended(half, free, 
     output = SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0)
     assert half._follow(output, False) == [] and given == freed
     needed = -(-tokens // 16) + 1 if tokens else 0
-    assert kept == [(1, [], needed)], "nothing is pinned again of what was freed"
+    assert kept == [(1, [], needed, True)], "nothing is pinned again of what was freed"
 
 
 @pytest.mark.parametrize("tokens, ids, filled", [(64, None, (0, 1, 2)), (80, None, (0, 2)), (70, [0, 2, 3], (3,)),

@@ -273,13 +273,16 @@ def test_step_that_the_device_waited_for_begins_no_stores(worker, monkeypatch):
     assert due(6, True)
 
 
-def test_stores_wait_for_the_step_of_a_request_that_came(worker):
+def test_stores_wait_for_the_step_of_a_lone_request(worker):
     """From when vLLM has it, not only from when its forward is launched."""
     worker.tier.on_device = True
     worker.tier.step(1, Event(True))
     assert not worker.tier._launches()
     connector = object.__new__(KVTierConnector)
-    connector._scheduler = SimpleNamespace(on_new_request=lambda request: None)
+    connector._scheduler = SimpleNamespace(on_new_request=lambda request: None, has_requests=True)
+    KVTierConnector.on_new_request.__wrapped__(connector, None)
+    assert not worker.tier._launches(), "a long step may run, with many requests to come"
+    connector._scheduler.has_requests = False
     KVTierConnector.on_new_request.__wrapped__(connector, None)
     assert worker.tier._launches()
     worker.tier.step(2, Event(True))

@@ -410,7 +410,7 @@ def test_sync_load_blocks_are_not_stored_before_verification(bare):  # noqa: F81
     half._exporter = SimpleNamespace(
         step=5, urgent=False, begin_step=lambda growth: seen.update(checksums_ready=growth) or []
     )
-    half._offloader = SimpleNamespace(begin_step=lambda step, growth, needed: seen.update(stored=growth))
+    half._offloader = SimpleNamespace(begin_step=lambda step, growth, needed, idle: seen.update(stored=growth))
     half._matcher.has_jobs, half._matcher.prefetching = lambda: False, False
     half._matcher.grown = []
     output = SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0)

@@ -60,6 +60,10 @@ class KVTierConnectorScheduler(SchedulerParts):
 
     # -- vLLM's calls (scheduler's thread) ---------------------------------------------------------------------------
 
+    @property
+    def has_requests(self) -> bool:
+        return len(self._matcher) > 0
+
     def on_new_request(self, request: Any) -> None:
         """vLLM will schedule a request. Send its lookup; and if others are before it, have the store promote its
         blocks. A prefill for another engine ends where that one can go on; one by another engine is kept there."""
@@ -318,7 +322,7 @@ class KVTierConnectorScheduler(SchedulerParts):
         shared = self._provenance.remove(request)
         if self._offloader is not None and not self._passive:
             table = table if shared else None
-            last = not len(self._matcher)
+            last = not self.has_requests
             self._contain.attempt("offloading", self._offloader.finished, state, table, block_ids, last)
         if self._info.unsupported or self._access.closed or not shared:
             export = None  # no engine could ask for it: pin nothing
