@@ -452,6 +452,18 @@ def test_remote_stores_of_the_list_are_known_before_a_lookup(made, monkeypatch):
     assert asker.look().num_hash_blocks == 3
 
 
+def test_remote_store_whose_read_broke_stays_unavailable(made):
+    """Parts of the read that had come are reported after its end."""
+    store = made(Store)
+    asker = made(Asker, store)
+    assert asker.look().num_hash_blocks == 6
+    peers = asker.tier_process._peers
+    peer = asker.do(lambda: peers._connections[store.address])
+    asker.do(lambda: (peers.close(peer, "a read failed"), peers.reached(peer)))
+    assert asker.do(lambda: peers.error_of(store.address)) == "a read failed"
+    assert asker.look().token == 0, "its backoff goes on"
+
+
 # -- what is below the other's memory ---------------------------------------------------------------------------------
 
 

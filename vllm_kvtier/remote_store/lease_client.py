@@ -177,8 +177,9 @@ class NodeLeaseClient(LeaseConnections[Peer]):
         self._on_gone(peer, reason)
 
     def reached(self, peer: Peer) -> None:
-        """A read from the peer succeeded: end its backoff."""
-        self._paused.pop(peer.address, None)
+        """A read from the peer succeeded: its next failure counts as the first, unless its connection broke."""
+        if not peer.closed:
+            self._paused.pop(peer.address, None)
 
     def _aliased(self, address: Address) -> Peer | None:
         """The connection under another address, if it is still to the same store."""
