@@ -5,6 +5,8 @@ import asyncio
 import pytest
 from proxy_fakes import Cluster, turn
 
+from vllm_kvtier.proxy.engines import engine as engine_module
+
 STREAMS = ("/v1/responses", "/v1/messages", "/custom", "/v1/chat/completions")
 OPTIONS = dict(p=0, backoff_initial=60, backoff_max=60, extra_routes=("/custom",))
 BODY = turn("hello", stream=True, input="hello")
@@ -74,12 +76,16 @@ async def test_engine_that_breaks_off_and_hangs_is_unavailable_after_the_probe()
 
 
 @pytest.mark.parametrize("path", STREAMS)
-async def test_engine_that_hangs_within_a_stream_is_unavailable_without_a_probe(path):
-    async with Cluster(**OPTIONS, stream_idle_timeout=0.05) as c:
+@pytest.mark.parametrize("hangs", [False, True])
+async def test_engine_that_is_silent_within_a_stream_is_probed(path, hangs):
+    """vLLM's parsers of tools may send nothing for long."""
+    async with Cluster(**OPTIONS, stream_idle_timeout=0.05, probe_timeout=0.2) as c:
         (fake,), (engine,) = c.d, c.core.decode
-        fake.gate, fake.health_hold = asyncio.Semaphore(1), asyncio.Event()
+        fake.gate = asyncio.Semaphore(1)
+        fake.health_hold = asyncio.Event() if hangs else None
         assert b"failed" in (await c.client.post(path, json=BODY)).content
-        assert not engine.healthy and not fake.probes
+        await probed(c, fake) if not hangs else await c.until(lambda: not engine.healthy)
+        assert engine.healthy is not hangs and engine.instance == hangs
 
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/chat/completions", "/v1/completions"])
@@ -143,3 +149,28 @@ async def test_late_engine_that_hangs_is_unavailable_after_the_probe():
         assert (await c.chat("u1")).status_code == 504
         await c.until(lambda: not engine.healthy)
         assert engine.instance == fake.probes == 1
+
+
+async def test_late_engine_that_answers_probes_is_used_less_and_less(monkeypatch):
+    """As vLLM's API server does whose GPU or collective hangs: /health tells only whether the core process lives."""
+    monkeypatch.setattr(engine_module, "_ERROR_SECONDS", 0.0)
+    options = OPTIONS | {"backoff_initial": 0.01, "backoff_max": 3600}
+    async with Cluster(**options, first_byte_timeout=0.05) as c:
+        (fake,), (engine,) = c.d, c.core.decode
+        fake.hold = asyncio.Event()
+
+        async def late():
+            await c.client.post("/v1/chat/completions", json=BODY)
+
+        for times in (1, 2):
+            await late()
+            assert engine.healthy and engine._errors == times
+        await late()
+        assert not engine.healthy and engine.failures == 1 and not engine.instance
+        await c.until(lambda: engine.healthy)
+        await late()
+        assert not engine.healthy and engine.failures == 2, "nothing has succeeded since"
+        fake.hold = None
+        await c.until(lambda: engine.healthy)
+        assert (await c.chat("u1")).status_code == 200
+        assert engine.failures == engine._errors == 0

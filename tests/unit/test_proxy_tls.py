@@ -82,13 +82,28 @@ async def test_proxy_tls_reload_uses_renewed_certificates(tmp_path):
         assert (await c.chat("u1")).status_code == 503 and len(c.d[0].seen) == 2
 
 
+async def test_proxy_reload_makes_one_context_for_the_same_certificates(tmp_path, monkeypatch):
+    """A file of all authorities takes 30 ms and more to read, for which no client gets a byte."""
+    made, make = [], ssl.create_default_context
+    ca_file = Authority(tmp_path).ca_file
+    decode = tuple(EngineAddress(f"https://127.0.0.1:{port}", ca_file=ca_file) for port in (1, 2, 3))
+    async with Cluster(p=0, d=1) as c:
+        monkeypatch.setattr(ssl, "create_default_context", lambda *args, **kw: made.append(kw) or make(*args, **kw))
+        for limit in (5, 6):
+            c.core.apply(ProxyConfig(decode=decode, queue_limit=limit))
+        assert len(made) == 1
+        os.utime(ca_file, (1, 1))
+        c.core.apply(ProxyConfig(decode=decode))
+        assert len(made) == 2
+
+
 async def test_proxy_reload_reads_keys_and_certificates_once(tmp_path, monkeypatch):
     """What is checked is used, whatever is written meanwhile: no reload fails half way."""
     authority = Authority(tmp_path)
     address = EngineAddress("https://127.0.0.1:1", ca_file=authority.ca_file, api_key_file=str(tmp_path / "engine.key"))
     (tmp_path / "engine.key").write_text("engine-key-0123456789")
     read = []
-    monkeypatch.setattr(engine_http, "_tls", lambda address, tls=engine_http._tls: read.append("tls") or tls(address))
+    monkeypatch.setattr(engine_http, "_tls", lambda *of, tls=engine_http._tls: read.append("tls") or tls(*of))
     key = engine_http.read_key
     monkeypatch.setattr(engine_http, "read_key", lambda *of: read.append("key") or key(*of))
     async with Cluster(p=0, d=1) as c:

@@ -32,7 +32,8 @@ __all__ = ["AnswerTooLarge", "AnswersFull", "Engine", "EngineFailure", "EngineSl
 _HEALTH = "/health"
 _RANK = re.compile(r"_dp\d+$")  # which vLLM adds to the id of each data-parallel rank
 
-# So many answers of 5xx in a row to what others served, over so many seconds, are the engine's and not the requests'.
+# So many late answers, or of 5xx to what others served, in a row, over so many seconds, are the engine's and not the
+# requests' fault.
 # The seconds let others' requests succeed there: one client can send any number of requests that fail at once.
 _ERRORS, _ERROR_SECONDS = 3, 10.0
 
@@ -62,7 +63,7 @@ class Engine:
         self.drained = False
         self.leaving = False
         self.failures = 0
-        self._errors = 0  # answers of 5xx since its last success, to requests that another engine served
+        self._errors = 0  # since its last success: late answers, and of 5xx to requests that another engine served
         self._first_error = 0.0  # monotonic seconds
         self._lacks_something = False  # it answered 4xx to what another engine served, and that was logged
         self.lacking = Lacking()
@@ -196,9 +197,13 @@ class Engine:
 
     def failed(self, failure: EngineFailure) -> None:
         """A request failed here. An answer that ends early may be the request's fault (vLLM breaks off streams of
-        /v1/responses that ask for what it does not have), so a probe decides: a process that has died refuses it. Of an
-        engine that is unavailable already, it tells that it may have restarted since."""
-        if failure.began and self.healthy:
+        /v1/responses that ask for what it does not have), so a probe decides: a process that has died refuses it. One
+        that is late may be long, or the engine has more to do than it can; several in a row are its fault, and so is
+        one more since it was unavailable for that. Of an engine that is unavailable already, a failure tells that it
+        may have restarted since."""
+        if failure.late and self.healthy:
+            self._count_error("was late", again=self.failures > 0)
+        elif failure.began and self.healthy:
             self.check()
         else:
             self.mark_unavailable(str(failure), may_have_restarted=not failure.lives)
@@ -262,14 +267,19 @@ class Engine:
                     self.role, self.url, status,
                 )  # fmt: skip
             return
+        self._count_error("answered 5xx to requests that others served, or was late,")
+
+    def _count_error(self, what: str, again: bool = False) -> None:
+        """Probe it; after some errors without a success between them it is unavailable, even if it answers probes, as
+        an engine does whose GPU hangs. ``again``: after this one."""
         now = time.monotonic()
         self._first_error = self._first_error if self._errors else now
         self._errors += 1
-        if self._errors < _ERRORS or now - self._first_error < _ERROR_SECONDS:
+        if not again and (self._errors < _ERRORS or now - self._first_error < _ERROR_SECONDS):
             self.check()
             return
-        reason = f"{self} answered 5xx {self._errors} times in a row to requests that others served"
-        self.mark_unavailable(reason, may_have_restarted=False)
+        times = f"{self._errors} times in a row" if self._errors > 1 else "again"
+        self.mark_unavailable(f"{self} {what} {times}", may_have_restarted=False)
 
     def check(self) -> None:
         """Probe it: its last answer was an error or ended early, by its own fault or the request's."""

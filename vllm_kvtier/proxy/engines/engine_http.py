@@ -9,6 +9,7 @@ import io
 import socket
 import ssl
 from collections.abc import AsyncIterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -203,19 +204,26 @@ def _socket(address: tuple) -> socket.socket:
     return made
 
 
-def _tls(address: EngineAddress) -> ssl.SSLContext | bool:
+@lru_cache(maxsize=256)
+def _tls_context(ca: str | None, cert: str | None, key: str | None, files: tuple) -> ssl.SSLContext:
+    """``files``: as of ``Secrets``. To read a file of all authorities takes 30 ms and more, and a reload asks for each
+    engine."""
+    context = ssl.create_default_context(cafile=ca)
+    if cert is not None:
+        context.load_cert_chain(cert, key)
+    return context
+
+
+def _tls(address: EngineAddress, files: tuple) -> ssl.SSLContext | bool:
     """The TLS context for an https engine; True: aiohttp's default. Raises ConfigError."""
     if address.ca_file is None and address.cert_file is None:
         return True
     try:
-        context = ssl.create_default_context(cafile=address.ca_file)
-        if address.cert_file is not None:
-            context.load_cert_chain(address.cert_file, address.key_file)
+        return _tls_context(address.ca_file, address.cert_file, address.key_file, files)
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(
             f"The certificates for {address.url} cannot be used ({error}); check ca_file, cert_file and key_file."
         ) from error
-    return context
 
 
 class Secrets(NamedTuple):
@@ -229,7 +237,8 @@ class Secrets(NamedTuple):
     def read(cls, address: EngineAddress) -> "Secrets":
         """Raises ConfigError."""
         name, files = address.api_key_file, _certificates(address)
-        return cls(None if name is None else read_key(name, f"The API key for {address.url}"), _tls(address), files)
+        key = None if name is None else read_key(name, f"The API key for {address.url}")
+        return cls(key, _tls(address, files), files)
 
 
 def _certificates(address: EngineAddress) -> tuple:

@@ -118,13 +118,11 @@ class EngineRequest:
         return None
 
     def _failed(self, engine: Engine, failure: EngineFailure) -> None:
-        """It failed before the client had a byte. One that is late may have more to do than it can, or this request is
-        a long one: a probe decides, and only one more engine is tried."""
+        """It failed before the client had a byte. If it is late, this request may be a long one, and only one more is
+        tried."""
+        engine.failed(failure)
         if failure.late:
-            engine.check()
             self._max_attempts = min(self._max_attempts, self._attempts + 1)
-        else:
-            engine.failed(failure)
         if failure.began:
             self._refusals.add(engine, 502)  # if another engine serves the request, it was not at fault
 

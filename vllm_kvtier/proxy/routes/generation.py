@@ -224,7 +224,7 @@ class Generation(EngineRequest):
             elif deadline - began < _ALMOST_ALL * self._config.prefill_timeout:
                 engine.check()  # others had the rest of the time
             else:
-                engine.failed(failure)
+                engine.mark_unavailable(str(failure))
             return Prefill.FAILED if failure.unreached or failure.lives else Prefill.LOST
         if reply.status != 200:
             self._core.count("prefill_declined" if reply.status < 500 else "prefill_failures")
