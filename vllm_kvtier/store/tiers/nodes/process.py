@@ -76,7 +76,7 @@ class NodeProcess:
 
             self._poller.add(serve)
         self._names.start()
-        self._greet()
+        self._reactor.call_soon(self._host.guard(self._greet))  # its report comes behind Opened
         return m.Opened(writable=False)
 
     def handle(self, message: m.ToTierProcess) -> None:
