@@ -3,7 +3,8 @@
 Otherwise anything that can connect could send headers without end, which are held, or connections without a request.
 And it could send requests within the body of one that asks for another protocol (``Upgrade``, CONNECT): httptools gives
 such a request no body, and uvicorn goes on to read requests. A gateway has not seen these, and takes their answers for
-those of the next requests that it sends on the connection, other clients' perhaps.
+those of the next requests that it sends on the connection, other clients' perhaps. So such a request is refused if it
+has a body, and else it is the last one that is read.
 """
 
 from typing import Any
@@ -12,7 +13,7 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 # Of a request's line and headers, or of the trailers after a body.
 MAX_HEAD_BYTES = 64 << 10
-_NO_UPGRADE = "No other protocol is supported: send the request without Upgrade, as HTTP/1.1."
+_NO_UPGRADE = "No other protocol is supported: send a request that has a body without Upgrade, as HTTP/1.1."
 
 _Base: Any = AutoHTTPProtocol
 # h11, which uvicorn takes without httptools, has a bound of its own.
@@ -22,13 +23,15 @@ _BUSY, _CLOSING = object(), object()
 
 class BoundedProtocol(_Base):
     """A connection ends if a head is larger than ``MAX_HEAD_BYTES``, or if no request begins within ``client_timeout``,
-    or up to twice as long. One that is closed has so long to take the rest of an answer. It ends at a request that asks
-    for another protocol: nothing behind that one's headers is read."""
+    or up to twice as long. One that is closed has so long to take the rest of an answer. It ends behind a request that
+    asks for another protocol: nothing behind that one's headers is read."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._head_bytes = 0  # since the last head ended, or the last piece of a body
         self._cycles: list[Any] = []  # requests whose answers have not ended
+        self._last = False  # no further request is read
+        self.ws_protocol_class = None
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -39,7 +42,7 @@ class BoundedProtocol(_Base):
             cycle.message_event.set()
 
     def data_received(self, data: bytes) -> None:
-        if self.transport.is_closing():
+        if self._last or self.transport.is_closing():
             return  # TLS may still have some
         self._head_bytes += len(data)
         super().data_received(data)
@@ -47,11 +50,14 @@ class BoundedProtocol(_Base):
             self._refuse(f"The request line and the headers exceed {MAX_HEAD_BYTES} bytes.")
 
     def on_headers_complete(self) -> None:
-        if self.parser.should_upgrade():
+        self._last = self.parser.should_upgrade()
+        if self._last and (self.parser.get_method() == b"CONNECT" or _has_body(self.headers)):
             self._refuse(_NO_UPGRADE)
             raise ValueError(_NO_UPGRADE)  # ends the parser
         self._head_bytes = 0
         super().on_headers_complete()
+        if self._last:
+            self.cycle.keep_alive = False
         self._cycles = [*self._unanswered(), self.cycle]
 
     def on_body(self, body: bytes) -> None:
@@ -89,3 +95,8 @@ class BoundedProtocol(_Base):
                 return
             self.transport.close()
         self._watch()
+
+
+def _has_body(headers: list[tuple[bytes, bytes]]) -> bool:
+    lengths = [value for name, value in headers if name == b"content-length"]
+    return any(length != b"0" for length in lengths) or any(name == b"transfer-encoding" for name, _ in headers)
