@@ -15,7 +15,6 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,7 @@ import msgspec
 
 from vllm_kvtier import __version__
 from vllm_kvtier.errors import KVTierError
-from vllm_kvtier.logs import get_logger
+from vllm_kvtier.logs import get_logger, open_files_again
 from vllm_kvtier.store import protocol as m
 from vllm_kvtier.store.eviction import DEFAULT_POLICY, POLICIES
 from vllm_kvtier.store.index.index import Index, IndexLimits
@@ -202,9 +201,7 @@ class StoreServer:
         self._socket_file = listen_socket.file_id(self.path)
         self.reactor.add_fd(listener.fileno(), lambda events: self._accept())
         listen_socket.sign(lock)
-        for handler in logging.getLogger().handlers:
-            if isinstance(handler, RotatingFileHandler):
-                handler.close()  # the log lies beside the socket, mostly: the next line opens it again
+        open_files_again()  # the log lies beside the socket, mostly
         logger.info("kvtier: store: its socket was removed; it listens at %s again", self.path)
 
     def _stop_listening(self) -> None:
