@@ -13,7 +13,7 @@ import httpx
 import pytest
 from proxy_fakes import ALONE, Cluster, alone, events, text_of, turn
 
-from vllm_kvtier.proxy.routes.connections import MAX_HEAD_BYTES, BoundedProtocol
+from vllm_kvtier.proxy.routes.connections import MAX_HEAD_BYTES, MAX_HEADERS, MAX_PIPELINED, BoundedProtocol
 from vllm_kvtier.scheduler.matching.transfer_params import Hints, read
 
 JSON = {"Content-Type": "application/json"}
@@ -641,6 +641,50 @@ async def test_pipelined_request_that_asks_for_another_protocol_is_not_answered(
         writer.write(INNER + OUTER["h2c"] + FRAMING["length"] + INNER)
         with anyio.fail_after(20):
             assert await reader.read() == b""
+        writer.close()
+
+
+async def test_pipelined_requests_are_answered_up_to_a_limit():
+    """Each is held, and costs the more the more there are; no key is looked at before."""
+    one = b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"
+    async with Cluster() as c:
+        for count in (MAX_PIPELINED, 20 * MAX_PIPELINED):
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(c.url.rpartition(":")[2]))
+            writer.write(one * (count - 1) + one.replace(b"Host", b"Connection: close\r\nHost"))
+            with anyio.fail_after(20), contextlib.suppress(ConnectionError):
+                answers = await reader.read()
+                assert (answers.count(b"HTTP/1.1 200 ") == count) is (count == MAX_PIPELINED)
+                assert answers.count(b"HTTP/1.1 200 ") <= MAX_PIPELINED
+            writer.close()
+
+
+async def test_request_with_too_many_headers_is_refused_before_it_ends():
+    async with Cluster() as c:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(c.url.rpartition(":")[2]))
+        writer.write(b"GET /health HTTP/1.1\r\n" + b"a:\r\n" * (MAX_HEADERS + 2))
+        with anyio.fail_after(20):
+            answer = await reader.read()
+        assert answer.startswith(b"HTTP/1.1 400 ") and b"more than 256 headers" in answer
+        writer.close()
+
+
+@pytest.mark.parametrize("pieces", [1, 2])
+async def test_trailers_are_no_headers(pieces):
+    """A gateway that sets or removes headers passes trailers on as they are."""
+    body = json.dumps(turn("hello")).encode()
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+    head += b"Transfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
+    rest = b"%x\r\n%b\r\n0\r\nX-Tenant: victim\r\n\r\n" % (len(body), body)
+    async with Cluster(trust_tenant_header=True) as c:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(c.url.rpartition(":")[2]))
+        for piece in [head + rest] if pieces == 1 else [head, rest]:
+            writer.write(piece)
+            await writer.drain()
+            await asyncio.sleep(0)
+        with anyio.fail_after(20):
+            assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
+        await c.chat("hello")
+        assert c.d[0].seen[0].body.get("cache_salt") == c.d[0].seen[1].body.get("cache_salt")
         writer.close()
 
 

@@ -7,12 +7,14 @@ those of the next requests that it sends on the connection, other clients' perha
 has a body, and else it is the last one that is read.
 """
 
-from typing import Any
+from typing import Any, NoReturn
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 # Of a request's line and headers, or of the trailers after a body.
 MAX_HEAD_BYTES = 64 << 10
+MAX_HEADERS = 256  # an object each
+MAX_PIPELINED = 64  # requests of a connection that are not answered; clients of HTTP/1.1 send one at a time
 _NO_UPGRADE = "No other protocol is supported: send a request that has a body without Upgrade, as HTTP/1.1."
 
 _Base: Any = AutoHTTPProtocol
@@ -22,14 +24,16 @@ _BUSY, _CLOSING = object(), object()
 
 
 class BoundedProtocol(_Base):
-    """A connection ends if a head is larger than ``MAX_HEAD_BYTES``, or if no request begins within ``client_timeout``,
-    or up to twice as long. One that is closed has so long to take the rest of an answer. It ends behind a request that
-    asks for another protocol: nothing behind that one's headers is read."""
+    """A connection ends if a head is larger than ``MAX_HEAD_BYTES`` or has more than ``MAX_HEADERS``, with more than
+    ``MAX_PIPELINED`` requests, or if no request begins within ``client_timeout``, or up to twice as long. One that is
+    closed has so long to take the rest of an answer. It ends behind a request that asks for another protocol: nothing
+    behind that one's headers is read."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._head_bytes = 0  # since the last head ended, or the last piece of a body
         self._cycles: list[Any] = []  # requests whose answers have not ended
+        self._in_head = True  # else headers are trailers, which count for nothing (RFC 9110, 6.5.1)
         self._last = False  # no further request is read
         self.ws_protocol_class = None
         self._watch()
@@ -49,12 +53,23 @@ class BoundedProtocol(_Base):
         if _IS_UNBOUNDED and self._head_bytes > MAX_HEAD_BYTES:
             self._refuse(f"The request line and the headers exceed {MAX_HEAD_BYTES} bytes.")
 
+    def on_message_begin(self) -> None:
+        self._in_head = True
+        super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_head:
+            super().on_header(name, value)
+            if len(self.headers) > MAX_HEADERS:
+                self._end(f"The request has more than {MAX_HEADERS} headers.")
+
     def on_headers_complete(self) -> None:
         self._last = self.parser.should_upgrade()
         if self._last and (self.parser.get_method() == b"CONNECT" or _has_body(self.headers)):
-            self._refuse(_NO_UPGRADE)
-            raise ValueError(_NO_UPGRADE)  # ends the parser
-        self._head_bytes = 0
+            self._end(_NO_UPGRADE)
+        if len(self._unanswered()) >= MAX_PIPELINED:
+            self._end(f"More than {MAX_PIPELINED} requests came at once.")
+        self._head_bytes, self._in_head = 0, False
         super().on_headers_complete()
         if self._last:
             self.cycle.keep_alive = False
@@ -74,6 +89,11 @@ class BoundedProtocol(_Base):
             self.transport.close()
         else:
             self.send_400_response(message)
+
+    def _end(self, message: str) -> NoReturn:
+        """``_refuse``, and end the parser."""
+        self._refuse(message)
+        raise ValueError(message)
 
     def _unanswered(self) -> list[Any]:
         return [cycle for cycle in self._cycles if cycle is not None and not cycle.response_complete]
