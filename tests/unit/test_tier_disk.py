@@ -838,3 +838,32 @@ def test_disk_tier_clear_is_recorded_while_writes_pause():
     recorded = clear(b)
     b.tier_process.answer()
     assert recorded == [""]
+
+
+@pytest.mark.parametrize("removes", ["all", "its namespace", "a block"])
+def test_disk_tier_blocks_whose_write_waits_for_a_clear_are_removed_by_the_next(removes):
+    """They had no positions yet, and were written after the second clear was recorded."""
+    b = Bench()
+    b.write(blocks_of(7))
+    first = clear(b)
+    waiting = b.write(blocks_of(1, 2), answer=False)
+    if removes == "a block":
+        b.tier.discard(NAMESPACE_ID, 0, hash_of(1))
+    else:
+        b.tier.clear(None if removes == "all" else NAMESPACE_ID)
+    assert waiting == [[False, False]]
+    b.tier_process.answer()
+    assert first == [""] and not b.tier_process.asked and b.find(1, 2).num_hash_blocks == 0
+    assert b.write(blocks_of(1, 2)) == [[True, True]]
+
+
+def test_disk_tier_write_of_another_namespace_waits_on_at_a_clear():
+    b = Bench()
+    recorded = clear(b)
+    waiting = b.write(blocks_of(1, 2), answer=False)
+    b.tier.clear(OTHER)
+    b.tier.discard(NAMESPACE_ID, 0, hash_of(3))
+    b.tier_process.answer()
+    assert recorded == [""] and not waiting
+    b.tier_process.answer()
+    assert waiting == [[True, True]] and b.find(1, 2).num_hash_blocks == 2

@@ -278,8 +278,9 @@ class DiskTier(mv.ProcessTier):
     # -- removing -----------------------------------------------------------------------------------------------
 
     def discard(self, namespace_id: bytes, group: int, block_hash: bytes) -> None:
-        before = len(self._gone)
-        self._slot_map.discard((namespace_id, group, block_hash))
+        before, name = len(self._gone), (namespace_id, group, block_hash)
+        self._fail_waiting(lambda block: block.name == name)
+        self._slot_map.discard(name)
         self._counts.discarded_blocks += len(self._gone) - before
         self._drop()
 
@@ -289,8 +290,16 @@ class DiskTier(mv.ProcessTier):
             yield
 
     def clear(self, namespace_id: bytes | None) -> None:
+        self._fail_waiting(lambda block: namespace_id in (None, block.namespace_id))
         self._slot_map.clear(namespace_id)
         self._drop()
+
+    def _fail_waiting(self, is_removed: Callable[[Block], bool]) -> None:
+        """Writes that wait for another have no positions yet, so that their blocks are not in the slot map."""
+        failed = [write for write in self._writes if any(map(is_removed, write.blocks))]
+        for write in failed:
+            self._writes.remove(write)
+            write.done([False] * len(write.blocks))
 
     def when_recorded(self, done: Callable[[str], None]) -> None:
         self._unrecorded.append(done)
