@@ -55,6 +55,7 @@ class FakeClient:
         self.held = set()
         self.leases = 0
         self.told = []
+        self.named = []  # namespaces, by touches of no blocks
 
     def start(self):
         self.started = True
@@ -117,13 +118,19 @@ class FakeClient:
         self.open.remove(pending)
         pending.resolve(outcome or Found(1, 0, pending.asked.start, [], holders=list(holders)))
 
+    def touch(self, namespace_id, block_hashes):
+        if block_hashes:
+            self.told.append(("touch", namespace_id, block_hashes))
+        elif self.connected:
+            self.named.append(namespace_id)
+
     def release(self, lease, session=None):
         if self.connected and session == self.session:
             assert lease in self.held, f"lease {lease} is given back twice"
             self.held.discard(lease)
 
     def __getattr__(self, name):
-        if name not in ("reserve", "touch", "commit", "abort", "discard", "pin", "leave", "inspect", "warm"):
+        if name not in ("reserve", "commit", "abort", "discard", "pin", "leave", "inspect", "warm"):
             raise AttributeError(name)
         return lambda *args: self.told.append((name, *args))
 

@@ -92,6 +92,22 @@ def test_store_source_new_namespace_hides_stored_blocks():
     assert namespace_id() == before[0], "others keep what they have"
 
 
+def test_store_source_names_its_namespace_before_the_first_request():
+    """For the store no engine used it until then, and another's sleep unpinned its blocks."""
+    made = make_tier(ONE, hash_block_size=16, connect=False)
+    names = [made.tier.namespace_id(b"")]
+    assert made.client.named == []
+    made.client.connect("life 1")
+    made.client.on_change()  # its memory grows
+    assert made.client.named == names
+    made.tier.renew()
+    names.append(made.tier.namespace_id(b""))
+    assert made.client.named == names and names[0] != names[1]
+    made.client.lose()
+    made.client.connect("life 1")
+    assert made.client.named == [*names, names[1]], "a namespace is of a connection"
+
+
 # -- what the store certainly lacks -----------------------------------------------------------------------------------
 
 

@@ -133,7 +133,8 @@ def test_store_unpins_a_namespace_that_its_last_engine_has_left(server, client):
     assert client.ask(m.Pin(1, NAMESPACE_ID, BLOCK_HASHES, True)) == m.Done(1, 10)
     assert client.ask(m.Pin(1, NAMESPACE_ID, b"", False)) == m.Done(1, 0), "of a prompt of less than a block"
     with RawClient(server.path, engine_hello("other")) as other:
-        other.lookup(BLOCK_HASHES)
+        other.send(m.Touch(NAMESPACE_ID, b""))  # it has had no request yet
+        assert other.stat().index.pinned_entries == 10
         assert client.ask(m.Pin(1, NAMESPACE_ID, b"", False, leaves=True)).count == 0
         assert client.stat().index.pinned_entries == 10
         assert other.ask(m.Pin(1, NAMESPACE_ID, b"", False, leaves=True)).count == 10

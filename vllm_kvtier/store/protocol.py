@@ -130,7 +130,9 @@ class Prefetch(msgspec.Struct, frozen=True, tag="prefetch"):
 
 
 class Touch(msgspec.Struct, frozen=True, tag="touch"):
-    """The prefix was used elsewhere (a GPU prefix hit): count as a use, which delays eviction. No answer."""
+    """The prefix was used elsewhere (a GPU prefix hit): count as a use, which delays eviction. No answer.
+
+    Any message that names a namespace, also one without hashes: the sender uses it, see ``Pin``."""
 
     namespace_id: NamespaceId
     block_hashes: Hashes

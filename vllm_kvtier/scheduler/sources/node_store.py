@@ -159,7 +159,9 @@ class NodeStore:
         self._limit = self._reachable_pages()
         if client.instance != self._instance:
             self._instance = client.instance
-            if not client.instance:
+            if client.instance:
+                self._name_namespace()
+            else:
                 self._on_lost()
         if self.sharing is not None:
             self.sharing.store_changed(self._one_node_client)
@@ -174,6 +176,10 @@ class NodeStore:
         elif not client.connected and not self._waiting:
             self._waiting = True
             self._reactor.call_later(MAX_WAIT_SECONDS, self._still_without)
+
+    def _name_namespace(self) -> None:
+        """So that the store keeps its pinned blocks before this engine's first request, too."""
+        self.opened_client.touch(self.namespace_id(b""), b"")
 
     def _compare_places(self, client: StoreClient | JoinedStoreClient) -> None:
         """Warn of a running store whose tiers are elsewhere. What this engine does not set may be the operator's."""
@@ -265,6 +271,8 @@ class NodeStore:
         if self.client is not None:
             self.client.leave(self.namespace_id(b""))  # it could not name its pinned blocks any more
         self._namespace_ids.renew()
+        if self.client is not None:
+            self._name_namespace()
         if self.events is not None:
             self.events.leave()
             self.events.join(self.namespace_id(b""))
