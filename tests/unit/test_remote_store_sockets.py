@@ -452,6 +452,20 @@ def test_remote_stores_of_the_list_are_known_before_a_lookup(made, monkeypatch):
     assert asker.look().num_hash_blocks == 3
 
 
+def test_remote_store_that_ended_behind_its_listing_is_connected_no_more(made, monkeypatch):
+    """As each rollout's pods, whose addresses have gone from DNS."""
+    monkeypatch.setattr(node_mover, "GREET_SECONDS", 0.05)
+    store, left = made(Store, instance="stays"), made(Store, instance="leaves")
+    asker = made(Asker, store, left)
+    peers = asker.tier_process._peers
+    asker.do(asker.tier_process._greet)
+    eventually(lambda: asker.do(lambda: [peers.error_of(each.address) for each in (store, left)]) == ["", ""])
+    asker.do(lambda: setattr(asker.tier_process._lookups, "listed", [store.address]))
+    assert asker.do(lambda: len(peers)) == 2, "requests may name it"
+    left.stop()
+    eventually(lambda: asker.do(lambda: list(peers._connections)) == [store.address])
+
+
 def test_remote_store_whose_read_broke_stays_unavailable(made):
     """Parts of the read that had come are reported after its end."""
     store = made(Store)

@@ -125,11 +125,14 @@ class NodeLeaseClient(LeaseConnections[Peer]):
     def greet(self, address: Address) -> None:
         """Connect to a store of the list before it is needed, unless it is unavailable."""
         peer = self._connections.get(address) or self._aliased(address)
-        if peer is None:
-            if len(self) < MAX_CONNECTIONS:
-                self._connect(address)
-        elif peer.welcome is not None and peer.lost and not peer.busy:
-            self.close(peer, peer.lost)
+        if peer is None and len(self) < MAX_CONNECTIONS:
+            self._connect(address)
+
+    def close_lost(self) -> None:
+        """Idle ones have no heartbeat. ZMQ would go on trying, also addresses that are in no list any more."""
+        for peer in list(self._connections.values()):
+            if peer.welcome is not None and peer.lost and not peer.busy:
+                self.close(peer, peer.lost)
 
     def error_of(self, address: Address) -> str | None:
         """Why the store there did not answer when it was last tried, "" if it does; None: not known yet."""

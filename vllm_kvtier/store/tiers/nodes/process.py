@@ -103,6 +103,7 @@ class NodeProcess:
 
     def _greet(self) -> None:
         """Connect to the listed stores, so that the operator sees which of them answer before the first lookup."""
+        self._peers.close_lost()
         for address in self._lookups.listed:
             self._peers.greet(address)
         errors = {str(address): self._peers.error_of(address) for address in self._lookups.listed}
