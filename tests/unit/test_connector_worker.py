@@ -76,7 +76,7 @@ def test_worker_without_device_uses_no_step_events(half):
     assert step_events == [None]
 
 
-NO_WORK = ("step", "idle", "urgent", "generation")
+NO_WORK = ("step", "idle", "lone", "urgent", "generation")
 BRINGS = [each.name for each in dataclasses.fields(StepWork) if each.name not in NO_WORK]
 
 
@@ -98,7 +98,7 @@ def test_worker_step_is_short_only_without_work_and_jobs(half, monkeypatch, name
 def test_worker_step_without_work_polls_stores_when_due(half):
     calls = []
     half._store = SimpleNamespace(
-        step=lambda step, event: calls.append(step) or step == 2, collect=lambda idle: calls.append(idle)
+        step=lambda step, event, lone: calls.append(step) or step == 2, collect=lambda idle: calls.append(idle)
     )
     for step in (1, 2):
         NextLaunch.since = 0.0

@@ -97,7 +97,7 @@ class Engine:
             self.begun += [(order.request_id, after.place) for order in orders]
 
         self.half._store = SimpleNamespace(
-            load=take, step=lambda step, fence: None, collect=lambda idle: None
+            load=take, step=lambda step, fence, lone: None, collect=lambda idle: None
         )
         self.half._exchange.fetching = SimpleNamespace(
             begin=take, add_engines=lambda sources: None, collect=lambda idle: None, poll=lambda: None, active=False
@@ -208,7 +208,7 @@ def test_blocks_of_a_step_are_read_behind_its_drafts(engine, drafts, saves):
     older model runner), or before it collects results, which it then does behind the drafts."""
     read, connector, device = [], engine.connector, engine.device
     store = SimpleNamespace(
-        step=lambda step, event: read.append((step, event.place)), collect=lambda idle: None
+        step=lambda step, event, lone: read.append((step, event.place)), collect=lambda idle: None
     )
     engine.half._store, connector._drafts = store, drafts
     checksums = lambda jobs, event: read.append(("checksums", event.place)) or Pending(None)  # noqa: E731

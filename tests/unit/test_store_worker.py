@@ -100,13 +100,6 @@ def store(worker, order, step):
     assert done.wait(5)
 
 
-class Fence(str):
-    """The event of a step that computes for long: the next one is launched before it has passed."""
-
-    def query(self):
-        return False
-
-
 class Before(str):
     """An event that has passed when it is polled."""
 
@@ -124,7 +117,7 @@ def test_store_job_ordered_before_its_step_is_copied_after_it(worker):
     store(worker, 1, step=5)
     time.sleep(0.02)
     assert not worker.copier.calls
-    worker.tier.step(5, Fence("fence 5"))
+    worker.tier.step(5, "fence 5")
     eventually(lambda: worker.told, 5.0, "stored")
     assert worker.copier.calls == [("store", [1, 2], "fence 5")]
     assert (worker.told[0].done, worker.told[0].cut) == ([1], [])
@@ -208,7 +201,7 @@ def test_load_is_polled_while_a_store_waits_for_its_step(worker):
 def test_load_waits_for_its_own_event(worker):
     """And not behind the fences of steps, which mark what is launched later."""
     for number in range(20):
-        worker.tier.step(number, Fence(f"fence {number}"))
+        worker.tier.step(number, f"fence {number}")
         if number % 3 == 0:
             store(worker, number, step=number)
         worker.tier.load([load(f"r{number}")], Before(f"before {number + 1}"))
@@ -218,7 +211,7 @@ def test_load_waits_for_its_own_event(worker):
 
 
 def test_step_call_without_step_number_is_ignored(worker):
-    worker.tier.step(3, Fence("fence 3"))
+    worker.tier.step(3, "fence 3")
     worker.tier.step(-1, None)
     store(worker, 1, step=3)
     eventually(lambda: worker.told, 5.0)
@@ -236,7 +229,7 @@ def test_store_job_of_part_written_by_other_rank_is_skipped(worker):
 def test_stores_wait_while_a_forward_is_launched(worker):
     """But loads do; and a launch that is not ended blocks stores for a moment only."""
     worker.tier.on_device = True
-    worker.tier.step(1, Fence("fence 1"))
+    worker.tier.step(1, "fence 1")
     NextLaunch.since = began = time.monotonic()
     store(worker, 1, step=1)
     worker.tier.load([load("r")], None)
@@ -245,38 +238,22 @@ def test_stores_wait_while_a_forward_is_launched(worker):
         assert [call[0] for call in worker.copier.calls] == ["load"]
     eventually(lambda: worker.told, 5.0, "stored after all")
     NextLaunch.since = time.monotonic()
-    worker.tier.step(2, Fence("fence 2"))
+    worker.tier.step(2, "fence 2")
     assert not worker.tier._launches()
 
 
-class Event:
-    def __init__(self, passed):
-        self.query = lambda: passed
-
-
-def test_step_that_the_device_waited_for_begins_no_stores(worker, monkeypatch):
-    """As that of a lone request: its output is as late as its launch. A step that is launched ahead does, and so does
-    one after a while, if none is."""
-    monkeypatch.setattr(store_worker, "AHEAD_WITHIN", 3600.0)
+def test_lone_step_begins_no_stores(worker):
+    """Its output is as late as its launch. The step behind it does, or the reactor if none comes."""
     worker.tier.on_device, worker.copier.piece_bytes = True, 2 * BLOCK_BYTES
     store(worker, 1, step=9)
-
-    def due(number, passed):
-        return worker.tier.step(number, Event(passed))
-
-    assert due(1, True), "of no step before it is anything known"
-    assert not due(2, True)
-    assert not due(3, False)
-    assert due(4, True), "launched while the device computed the third"
-    assert not due(5, True)
-    monkeypatch.setattr(store_worker, "AHEAD_WITHIN", 0.0)
-    assert due(6, True)
+    assert not worker.tier.step(1, "fence 1", lone=True)
+    assert worker.tier.step(2, "fence 2")
 
 
 def test_stores_wait_for_the_step_of_a_lone_request(worker):
     """From when vLLM has it, not only from when its forward is launched."""
     worker.tier.on_device = True
-    worker.tier.step(1, Event(True))
+    worker.tier.step(1, "fence")
     assert not worker.tier._launches()
     connector = object.__new__(KVTierConnector)
     connector._scheduler = SimpleNamespace(on_new_request=lambda request: None, has_requests=True)
@@ -285,7 +262,7 @@ def test_stores_wait_for_the_step_of_a_lone_request(worker):
     connector._scheduler.has_requests = False
     KVTierConnector.on_new_request.__wrapped__(connector, None)
     assert worker.tier._launches()
-    worker.tier.step(2, Event(True))
+    worker.tier.step(2, "fence")
     assert not worker.tier._launches()
 
 
@@ -296,9 +273,9 @@ def test_empty_step_leaves_stores_to_the_reactor(worker, monkeypatch):
         worker.tier._engine, "poll", lambda *args: threads.append(threading.current_thread()) or poll(*args)
     )
     worker.tier.on_device, worker.copier.piece_bytes = True, 2 * BLOCK_BYTES
-    worker.tier.step(1, Event(True))
+    worker.tier.step(1, "fence")
     store(worker, 1, step=2)
-    worker.tier.step(2, Event(True))
+    worker.tier.step(2, "fence")
     worker.tier.collect(idle=True)
     eventually(lambda: worker.told, 5.0, "stored")
     assert threading.current_thread() not in threads
@@ -307,11 +284,11 @@ def test_empty_step_leaves_stores_to_the_reactor(worker, monkeypatch):
 def test_device_copies_are_polled_without_next_step(worker):
     """Their order came before its step was launched, and that step was the last one."""
     worker.tier.on_device = True
-    worker.tier.step(1, Fence("fence 1"))
+    worker.tier.step(1, "fence 1")
     worker.tier.collect()
     time.sleep(2 * store_worker.STEP_POLL_SECONDS[1])  # the reactor polls, and finds that it is too soon
     store(worker, 1, step=2)
-    worker.tier.step(2, Fence("fence 2"))
+    worker.tier.step(2, "fence 2")
     worker.tier.collect()
     eventually(lambda: worker.told, 5.0, "stored")
     assert worker.copier.calls == [("store", [1, 2], "fence 2")]
@@ -326,12 +303,12 @@ def test_stores_are_not_polled_in_every_step(worker, monkeypatch):
     store(worker, 1, step=1)
     eventually(lambda: polls, 5.0, "no step came before: the reactor polls")
     for number in range(1, 12):
-        assert not worker.tier.step(number, Fence(f"fence {number}"))
+        assert not worker.tier.step(number, f"fence {number}")
         if number == 6:
             store(worker, 2, step=6)
     assert len(polls) == 1
     store(worker, 3, step=6)
-    assert worker.tier.step(12, Fence("fence 12"))
+    assert worker.tier.step(12, "fence 12")
     eventually(lambda: worker.tier.collect() or sum(len(told.done) for told in worker.told) == 3, 5.0)
     assert worker.copier.calls == [("store", 3 * [1, 2], "fence 6")]
 
@@ -346,7 +323,7 @@ def test_stores_go_on_while_steps_of_any_length_follow_each_other(worker, least,
         orders += 1
         NextLaunch.since = time.monotonic()
         time.sleep(2e-3)
-        if worker.tier.step(orders, Fence(f"fence {orders}")):
+        if worker.tier.step(orders, f"fence {orders}"):
             worker.tier.collect()
         store(worker, orders, step=orders)
         time.sleep(rng.uniform(least, most))
@@ -355,24 +332,24 @@ def test_stores_go_on_while_steps_of_any_length_follow_each_other(worker, least,
 
 def test_end_of_stores_is_polled_with_later_step(worker):
     worker.tier.on_device, worker.copier.piece_bytes, worker.copier.polls = True, 2 * BLOCK_BYTES, 1
-    worker.tier.step(1, Fence("fence 1"))
+    worker.tier.step(1, "fence 1")
     store(worker, 1, step=2)
-    assert worker.tier.step(2, Fence("fence 2")), "a batch is complete"
+    assert worker.tier.step(2, "fence 2"), "a batch is complete"
     worker.tier.collect()
     assert [call[0] for call in worker.copier.calls] == ["store"] and not worker.told
-    assert not worker.tier.step(3, Fence("fence 3"))
+    assert not worker.tier.step(3, "fence 3")
     time.sleep(offload.ENDING_STORES_PAUSE)
-    assert worker.tier.step(4, Fence("fence 4"))
+    assert worker.tier.step(4, "fence 4")
 
 
 def test_reactor_polls_stores_after_idle_step(worker):
     """Perhaps the engine's last one; the reactor left stores to the steps until then."""
     worker.tier.on_device, worker.tier._step_poll_seconds = True, 3600.0
-    worker.tier.step(1, Fence("fence 1"))
+    worker.tier.step(1, "fence 1")
     store(worker, 1, step=2)
-    worker.tier.step(2, Fence("fence 2"))
+    worker.tier.step(2, "fence 2")
     time.sleep(2 * store_worker.STEP_POLL_SECONDS[1])
-    worker.tier.step(3, Fence("fence 3"))
+    worker.tier.step(3, "fence 3")
     worker.tier.collect(idle=True)
     eventually(lambda: worker.told, 5.0, "stored")
 
@@ -382,11 +359,11 @@ def test_reactor_wakes_less_and_less_often_while_steps_come(worker, monkeypatch)
     worker.tier._engine.stores._batch_delay = 3600.0
     woken, ran = [], worker.tier._timer_ran
     monkeypatch.setattr(worker.tier, "_timer_ran", lambda: woken.append(time.monotonic()) or ran())
-    worker.tier.step(1, Fence("fence 1"))
+    worker.tier.step(1, "fence 1")
     store(worker, 1, step=1)
     end = time.monotonic() + 1.0
     for number in itertools.count(2):
-        worker.tier.step(number, Fence(f"fence {number}"))
+        worker.tier.step(number, f"fence {number}")
         if time.monotonic() > end:
             break
         time.sleep(3e-3)
@@ -398,12 +375,12 @@ def test_reactor_wakes_less_and_less_often_while_steps_come(worker, monkeypatch)
 def test_waiting_stores_are_polled_in_next_step(worker):
     """Their order came while the step before theirs was launched; small lots do not wait then."""
     worker.tier.on_device = True
-    worker.tier.step(1, Fence("fence 1"))
+    worker.tier.step(1, "fence 1")
     store(worker, 1, step=2)
     worker.tier.collect()
     end = time.monotonic() + 2 * offload.STORE_BATCH_DELAY
     for number in itertools.count(2):  # with steps all the time the reactor's thread does not look
-        worker.tier.step(number, Fence("fence 2" if number == 2 else "a later one"))
+        worker.tier.step(number, "fence 2" if number == 2 else "a later one")
         worker.tier.collect()
         if time.monotonic() > end:
             break
@@ -415,7 +392,7 @@ def test_waiting_stores_are_polled_in_next_step(worker):
 def test_idle_collect_polls_loads(worker, on_device):
     """The reactor's thread may not get the interpreter, and is not needed: here it sleeps all the time."""
     worker.tier.on_device = on_device
-    worker.tier.step(1, Fence("fence 1"))
+    worker.tier.step(1, "fence 1")
     worker.copier.polls = 1 << 30  # longer than any poll
     worker.tier.load([load("r")], None)
     eventually(lambda: worker.copier.calls, 5.0, "begun")
@@ -431,13 +408,6 @@ def test_idle_collect_polls_loads(worker, on_device):
     worker.tier.collect(idle=True)
     assert [result.request_id for result in worker.finished] == ["r"]
     wake.set()
-
-
-class End(float):
-    """When a forward ends, as its event."""
-
-    def query(self):
-        return time.monotonic() >= self
 
 
 class Link:
@@ -459,8 +429,8 @@ BLOCK_BYTES = part_layout(group_view(0, 16)).nbytes
 
 
 def test_stores_keep_pace_with_long_prefills(worker):
-    """The model runner sleeps in each step of a prefill: the reactor must fetch the backlog of the step before
-    meanwhile, although the first thing it sees is a copy that takes as long as a forward."""
+    """Each of one request alone. The model runner sleeps in each step of a prefill: the reactor must fetch the backlog
+    of the step before meanwhile, although the first thing it sees is a copy that takes as long as a forward."""
     link, step_seconds, nbytes = Link(), 0.15, 4 * 10**8
     worker.tier.on_device = True
     worker.tier._engine._backing = None
@@ -472,8 +442,8 @@ def test_stores_keep_pace_with_long_prefills(worker):
     for step in range(1, 5):
         message = m.StoreBlocks(step, "life", 0, step, array, array, array)
         worker.reactor.call_soon(lambda message=message: worker.tier.store(message))
-        ends[step] = End(time.monotonic() + step_seconds)
-        if worker.tier.step(step, ends[step]):
+        ends[step] = time.monotonic() + step_seconds
+        if worker.tier.step(step, ends[step], lone=True):
             worker.tier.collect()
         time.sleep(step_seconds)
     eventually(lambda: sum(len(told.done) for told in worker.told) == 4, 5.0, "stored")
@@ -488,7 +458,7 @@ def test_sync_load_starts_whole_and_stores_follow_verification(worker, on_device
     worker.tier.on_device, worker.copier.polls = on_device, 20
     many = np.arange(100, 1100)
     long = LoadJob("r", [GroupLoad(0, many, many.astype(np.uint64), many % 900 + 1)], 60.0, "life")
-    worker.tier.step(1, Fence("fence 1"))
+    worker.tier.step(1, "fence 1")
     worker.tier.load_now([long, load("s")], Before("fence 2"))
     assert sorted(block for _, blocks, _ in worker.copier.calls for block in blocks) == [3, 4, *many]
     assert len(worker.copier.calls) == len(worker.copier.held) == 1, "as few calls as can be"
@@ -584,7 +554,7 @@ def test_step_loads_are_submitted_before_cancellations():
     half._store = SimpleNamespace(
         load=lambda loads, after: done.extend(loads),
         cancel_loads=done.extend,
-        step=lambda step, fence: done.append(step),
+        step=lambda step, fence, lone: done.append(step),
     )
     order = load("r")
     half.submit(StepWork(7, loads=[order], aborted=["aborted"]))
@@ -594,7 +564,7 @@ def test_step_loads_are_submitted_before_cancellations():
 def test_no_copy_touches_cache_while_suspended(worker, monkeypatch):
     """Its memory is unmapped then: a copy would cost the engine its device."""
     worker.tier.on_device, worker.copier.polls = True, 1 << 60
-    worker.tier.step(1, Fence("fence 1"))
+    worker.tier.step(1, "fence 1")
     worker.tier.load([load("aborted")], None)
     assert len(worker.copier.calls) == 1 and not worker.finished
     ends = []
@@ -621,7 +591,7 @@ def test_no_copy_touches_cache_while_suspended(worker, monkeypatch):
 
 def test_polling_error_fails_neither_engine_nor_load(worker, monkeypatch, caplog):
     worker.tier.on_device = True
-    worker.tier.step(1, Fence("fence 1"))
+    worker.tier.step(1, "fence 1")
     drive, left = worker.tier._engine.poll, [3]
 
     def failing(stores=True):
@@ -641,7 +611,7 @@ def test_polling_error_fails_neither_engine_nor_load(worker, monkeypatch, caplog
 
 def test_collect_error_after_load_still_reports_result(worker, monkeypatch):
     worker.tier.on_device, worker.copier.polls = True, 1 << 60
-    worker.tier.step(1, Fence("fence 1"))
+    worker.tier.step(1, "fence 1")
     worker.tier.load([load("r")], None)
     worker.copier.end()
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError), worker.tier._lock:

@@ -207,6 +207,7 @@ class StepWork:
     fetches: list[PeerFetchJob] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)  # requests that ended and whose loads may be under way
     idle: bool = False  # nothing is computed in this step
+    lone: bool = False  # it begins a request, and computes nothing else
     urgent: bool = False  # a peer waits for the checksums of this step
     failed: list[FailedJob] = field(default_factory=list)
     generation: int = 0  # of the checksums: vLLM has reset its prefix cache so often, and none from before counts

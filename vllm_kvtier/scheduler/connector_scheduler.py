@@ -190,11 +190,13 @@ class KVTierConnectorScheduler(SchedulerParts):
             if grown:
                 attempt("following prefills", self._matcher.collect_jobs)
                 break
-        idle = not output.total_num_scheduled_tokens
         if checksums or self._matcher.has_jobs():
-            return self.step_work(checksums, idle)
-        exporter = self._exporter
-        return StepWork(exporter.step, idle=idle, urgent=exporter.urgent, generation=self._clearing.generation)
+            work = self.step_work(checksums)
+        else:
+            work = StepWork(self._exporter.step, urgent=self._exporter.urgent, generation=self._clearing.generation)
+        work.idle = not output.total_num_scheduled_tokens
+        work.lone = len(output.num_scheduled_tokens) == 1 == len(output.scheduled_new_reqs)
+        return work
 
     def _drop_first_load(self) -> None:
         """Nothing runs, and vLLM goes no further than the first ready request with blocks, which lacks more than are
@@ -268,7 +270,7 @@ class KVTierConnectorScheduler(SchedulerParts):
         self._checksum_index.clear()
         self._unverified = ()
 
-    def step_work(self, checksums: Sequence[ChecksumJob] = (), idle: bool = False) -> StepWork:
+    def step_work(self, checksums: Sequence[ChecksumJob] = ()) -> StepWork:
         """The workers' jobs of this step. After an exception the matcher has them again."""
         jobs: list[Job | FailedJob] = []
         new_peers: dict[str, list[m.RankInfo]] = {}
@@ -278,7 +280,7 @@ class KVTierConnectorScheduler(SchedulerParts):
             aborted = self._matcher.take_aborted()
             step, urgent = self._exporter.step, self._exporter.urgent
             work = StepWork(
-                step, list(checksums), new_peers=new_peers, aborted=aborted, idle=idle, urgent=urgent,
+                step, list(checksums), new_peers=new_peers, aborted=aborted, urgent=urgent,
                 generation=self._clearing.generation,
             )  # fmt: skip
             for job in jobs:

@@ -142,7 +142,7 @@ class KVTierConnectorWorker:
         store = self._store
         if store is not None and drafts_follow:
             self.drafting = work
-        elif store is not None and (store.step(work.step, self._record_event()) or work.idle):
+        elif store is not None and (store.step(work.step, self._record_event(), work.lone) or work.idle):
             self._contain.attempt("copies", store.collect, work.idle)
         return None
 
@@ -182,7 +182,7 @@ class KVTierConnectorWorker:
         store, due = self._store, False
         event = self._record_event() if work.checksums or store is not None else None
         if store is not None:
-            due = bool(self._contain.attempt("step of the store's copies", store.step, work.step, event))
+            due = bool(self._contain.attempt("step of the store's copies", store.step, work.step, event, work.lone))
         if work.checksums or work.pulls or work.new_peers:
             before = self._event_before(work) if work.pulls else None
             self._exchange.start_pulls(work, before)

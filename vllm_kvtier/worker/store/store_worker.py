@@ -64,9 +64,6 @@ REPORT_WITHIN = 4e-3
 # requests wait meanwhile, and each empty step costs a millisecond.
 IDLE_SECONDS, LAST_IDLE_SECONDS = 3e-3, 10e-3
 IDLE_POLL_SECONDS = 50e-6  # seconds between two polls of a device's copies then
-# A step that the device was waiting for, such as that of a lone request which vLLM's cache has, is as late as its
-# launch: what it lets stores begin waits for a step that is launched ahead, this many seconds at most.
-AHEAD_WITHIN = 0.1
 FAULT_PAUSE = 0.1  # seconds after an internal error
 DEVICE_RATE = 30e9  # bytes/s of a device's link before any was measured: about half of PCIe 5
 # Loads and stores given to a device ahead: 5 and 10 ms of such a link, without a poll.
@@ -104,8 +101,6 @@ class StoreWorker:
         self._runner_polled = -math.inf  # when the model runner last polled, or made a step and need not poll
         self._step_poll_seconds = STEP_POLL_SECONDS[1]  # the current value for stores
         self._stores_at = math.inf  # when the model runner polls again while there are only stores
-        self._last_event: Any = None  # of the last step
-        self._late_since = math.inf  # the first such step since the model runner polled
         self._reported_bytes = 0
         self._unsent: deque[EndedCopy] = deque()  # ended stores that the scheduler side does not know of
         self._sent_state: tuple[str, int] = ("", 0)
@@ -136,14 +131,14 @@ class StoreWorker:
 
     # -- model runner's thread -------------------------------------------------------------------------------------
 
-    def step(self, step: int, event: Any) -> bool:
+    def step(self, step: int, event: Any, lone: bool = False) -> bool:
         """The forward of ``step`` was launched; ``event`` marks its end, None without a device. A negative step is a
-        call of vLLM without a step of the scheduler. Returns whether ``collect`` is due though nothing is loaded."""
+        call of vLLM without a step of the scheduler. Returns whether ``collect`` is due though nothing is loaded: not
+        in a ``lone`` step (as of StepWork), whose output is as late as its launch."""
         NextLaunch.since = -math.inf
         if step < 0:
             return False
         self._suspended = False
-        before, self._last_event = self._last_event, event
         self._step_events.append((step, event))
         self._runner_polled = now = time.monotonic()
         if self._engine.on_model_stream and self._engine.model_stream is None:
@@ -157,14 +152,7 @@ class StoreWorker:
         if self._timer_at > now + 2 * MAX_STEP_POLL_SECONDS:
             # This may be the last step for long; the timer was set when these jobs could not begin yet.
             self._reactor.call_soon(lambda: self._poll_within(STEP_POLL_SECONDS[1]))
-        if before is not None and before.query():  # the device had nothing else to do
-            self._late_since = min(self._late_since, now)
-            if now < self._late_since + AHEAD_WITHIN:
-                return False
-        if now < self._stores_at:
-            return False
-        self._late_since = math.inf
-        return True
+        return now >= self._stores_at and not lone
 
     def withdraw(self) -> None:
         """Report for good that this rank reaches no memory of the store."""
