@@ -48,7 +48,7 @@ def make_again(path: str) -> None:
     with a user's last logout, and makes another one at the next login. Raises KVTierError if it cannot be used, because
     another user made it, perhaps."""
     folder = Path(path).parent
-    if folder.name == _in("").name and (reason := _make(folder)):
+    if folder.name == _in("").name and not folder.exists() and (reason := _make(folder)):
         raise KVTierError(reason)
 
 

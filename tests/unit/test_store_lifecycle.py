@@ -459,3 +459,11 @@ def test_store_mappings_share_memory_and_outlive_store(server):
 def test_store_mapping_without_store_raises_with_cause(tmp_path):
     with pytest.raises(KVTierError, match="no node store answers at .*No such file"):
         map_pool(str(tmp_path / "none"))
+
+
+def test_directory_that_is_there_is_not_looked_at_when_a_store_starts(tmp_path):
+    """A path in it was given by the user, for a volume of a mode of its own perhaps."""
+    folder = tmp_path / f"kvtier-{os.getuid()}"
+    folder.mkdir(mode=0o755)
+    runtime_dir.make_again(str(folder / "store.sock"))
+    assert folder.stat().st_mode & 0o777 == 0o755
