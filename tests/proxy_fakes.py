@@ -118,6 +118,8 @@ class FakeEngine:
     of a stream, but for the role in a chat.
     ``late_error``: the last event of streams, which then wait for ``error_gate`` to end. ``ends``: it is shut down with
     --shutdown-timeout, and aborts new requests. ``roles``: so many events that name a role begin each stream.
+    ``comments``: seconds between the comments that it sends while ``gate`` lets no chunk pass, as vLLM's with
+    --sse-keep-alive-interval, and one before each stream and behind a role. ``commented``: how many it has sent.
     """
 
     def __init__(self, name: str):
@@ -147,6 +149,8 @@ class FakeEngine:
         self.error_gate: asyncio.Event | None = None
         self.ends = False
         self.roles = 0
+        self.comments = 0.0
+        self.commented = 0
         self.follow = False  # its params say that decode engines can follow its prefills
         self.passed: list[Seen] = []
         # Bound and not listening: while the engine is dead its port refuses connections, and is no other process's.
@@ -311,15 +315,22 @@ class FakeEngine:
 
     async def _stream(self, seen: Seen):
         try:
+            if self.comments:
+                yield await self._comment()
             if self.ends:
                 if "messages" in seen.body:
                     yield 'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n'
+                    if self.comments:
+                        yield await self._comment()
                 empty = '"delta":{"content":""}' if "messages" in seen.body else '"text":""'
                 yield f'data: {{"id":"x","choices":[{{"index":0,{empty},"finish_reason":"abort"}}]}}\n\n'
             for _ in range(self.roles):
                 yield 'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n'
             for i in range(0 if self.stream_error or self.ends else self.chunks):
                 if self.gate is not None:
+                    while self.comments and self.gate.locked():
+                        await asyncio.sleep(self.comments)
+                        yield await self._comment()
                     await self.gate.acquire()
                 await asyncio.sleep(0)  # uvicorn's send does not yield once the client has gone
                 last = i == self.chunks - 1
@@ -350,6 +361,11 @@ class FakeEngine:
         except asyncio.CancelledError:
             seen.aborted.set()
             raise
+
+    async def _comment(self) -> str:
+        await asyncio.sleep(0.01)  # so that it is a piece of its own
+        self.commented += 1
+        return ": keep-alive\n\n"
 
 
 async def _disconnected(request: Request) -> None:

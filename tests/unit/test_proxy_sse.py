@@ -144,3 +144,11 @@ def test_sse_rewriter_adds_report_to_last_chunk_or_own_event():
     out = subject.feed(b'data: {"id":"i","choices":[1]}\n\n') + subject.feed(b"data: [DONE]\n\n")
     own = b'data: {"id":"i","choices":[],"kv_transfer_params":{"kvtier":{"decode":null}}}\n\n'
     assert out == b'data: {"id":"i","choices":[1]}\n\n' + own + b"data: [DONE]\n\n"
+
+
+@given(st.lists(st.sampled_from([b": keep-alive", b":", b""])), cuts, st.sampled_from([b"\n", b"\r\n"]))
+def test_sse_comments_say_nothing_however_they_are_cut(lines, at, end):
+    comments, data = sse.Comments(), b"".join(line + end for line in lines)
+    assert not any(comments.skip(piece) for piece in pieces(data, at))
+    assert comments.skip(b"data: :x" + end) == b"data: :x" + end
+    assert comments.skip(b": a" + end + b"id: 1") == b"id: 1" and comments.skip(b"2") == b"2"

@@ -8,6 +8,7 @@ import errno
 import io
 import socket
 import ssl
+import time
 from collections.abc import AsyncIterator
 from functools import lru_cache
 from pathlib import Path
@@ -19,6 +20,7 @@ from vllm_kvtier.errors import ConfigError, KVTierError
 from vllm_kvtier.proxy.config import EngineAddress
 from vllm_kvtier.proxy.deadlines import time_limit
 from vllm_kvtier.proxy.engines.resolver import Resolver
+from vllm_kvtier.proxy.messages import sse
 from vllm_kvtier.proxy.messages.buffers import BuffersFull, Held
 
 # uvicorn, hence vLLM, closes idle connections after 5 s. Closing them earlier here avoids most requests on a connection
@@ -63,29 +65,41 @@ class AnswersFull(AnswerTooLarge):
 
 
 class Reply:
-    """An engine's answer, after its headers and first bytes (``first``; b"" if the body is empty).
-    ``engine``: the ``proxy.engines.engine.Engine``, which imports this module.
+    """An engine's answer, after its headers and first bytes (``first``; b"" if the body is empty), of a stream without
+    the comments before the first event. ``engine``: the ``proxy.engines.engine.Engine``, which imports this module.
 
     ``close`` must be called (idempotent). It closes the connection if the body was not read to its end, and the engine
     then aborts the request.
     """
 
-    def __init__(self, engine: Any, response: aiohttp.ClientResponse, first: bytes):
+    def __init__(self, engine: Any, response: aiohttp.ClientResponse):
         self.engine = engine
         self.status = response.status
         self.headers = response.headers
-        self.first = first
+        self.first = b""
+        self.is_stream = response.headers.get("content-type", "").startswith("text/event-stream")
+        self._comments = sse.Comments()
         self._response = response
 
+    async def begin(self) -> None:
+        """Read ``first``."""
+        while not self.first and (data := await self._response.content.readany()):
+            self.first = self._comments.skip(data) if self.is_stream else data
+
     async def chunks(self, idle_timeout: float) -> AsyncIterator[bytes]:
-        """The bytes after ``first``, as they arrive. Raises EngineFailure if they stop before the end."""
+        """The bytes after ``first``, as they arrive. Raises EngineFailure if they stop before the end, or are nothing
+        but comments for ``idle_timeout``."""
         read = self._response.content.readany
+        left = idle_timeout
         while True:
+            began = time.monotonic()
             with engine_errors(self.engine, f"sent nothing for {idle_timeout:g} s within an answer"):
-                async with time_limit(idle_timeout):
+                async with time_limit(left):
                     data = await read()
             if not data:
                 return
+            silent = self.is_stream and not self._comments.skip(data)
+            left = max(0.0, left - (time.monotonic() - began)) if silent else idle_timeout
             yield data
 
     async def read(self, limit: int, timeout: float, held: Held | None = None) -> bytes:
@@ -157,12 +171,13 @@ class EngineHttp:
             # No total timeout: answers may be large and slow, and their reads have deadlines.
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=self.connect_timeout),
         )  # fmt: skip
+        reply = Reply(self._engine, response)
         try:
-            first = await response.content.readany()
+            await reply.begin()
         except BaseException:
-            response.close()
+            reply.close()
             raise
-        return Reply(self._engine, response, first)
+        return reply
 
     def _connected(self) -> aiohttp.ClientSession:
         if self._closed:

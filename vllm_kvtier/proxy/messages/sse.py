@@ -5,6 +5,11 @@ forwarded in the call that receives its last byte, and only the bytes after the 
 dies within an event, the client gets no part of that event.
 """
 
+import re
+
+# Lines that say nothing; the last may not have ended.
+_COMMENTS = re.compile(rb"(?::[^\n]*(?:\n|\Z)|[\r\n])*")
+
 
 class EventTooLarge(ValueError):
     """An unfinished event exceeds the limit of memory that is kept for it."""
@@ -58,6 +63,20 @@ class EventSplitter:
         if len(held) > self._max:
             raise EventTooLarge(f"an event of a stream exceeds {self._max} bytes")
         return events
+
+
+class Comments:
+    """Finds what a stream says, in pieces of any size. vLLM sends comments with ``--sse-keep-alive-interval``."""
+
+    def __init__(self) -> None:
+        self._line = b""  # the first byte of the line that has not ended
+
+    def skip(self, data: bytes) -> bytes:
+        """The next piece, without the comments and blank lines that it begins with."""
+        text = self._line + data
+        self._line = text[text.rfind(b"\n") + 1 :][:1]
+        found = _COMMENTS.match(text)
+        return text[found.end() :] if found is not None and found.end() else data
 
 
 def event_data(event: bytes) -> bytes | None:

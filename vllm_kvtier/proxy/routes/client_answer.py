@@ -43,10 +43,6 @@ class Answer(msgspec.Struct):
                 self.slot.release()
 
 
-def is_stream(reply: Reply) -> bool:
-    return reply.headers.get("content-type", "").startswith("text/event-stream")
-
-
 def forwarded_headers(reply: Reply, *, stream: bool = False) -> dict[str, str]:
     headers = {name: reply.headers[name] for name in _CLIENT_HEADERS if name in reply.headers}
     if stream:

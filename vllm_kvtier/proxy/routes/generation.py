@@ -29,6 +29,7 @@ Failures and their handling:
 """
 
 import enum
+import re
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -53,7 +54,7 @@ from vllm_kvtier.proxy.messages.transfer_params import (
     find_params,
     prefill_params,
 )
-from vllm_kvtier.proxy.routes.client_answer import JSON, Answer, forwarded, forwarded_headers, is_stream, unavailable
+from vllm_kvtier.proxy.routes.client_answer import JSON, Answer, forwarded, forwarded_headers, unavailable
 from vllm_kvtier.proxy.routes.engine_request import EngineRequest, for_client
 from vllm_kvtier.proxy.routing.admission import QueueFull
 from vllm_kvtier.proxy.routing.conversations import ConversationRoute, Holder, Name, name_conversation
@@ -61,6 +62,7 @@ from vllm_kvtier.proxy.routing.prompt import Prompt
 
 logger = get_logger(__name__)
 
+_BLANK_LINE = re.compile(rb"\n\r?\n")
 # In a chat's first event, which has nothing else. Within a text its quotes have backslashes.
 _ROLE = b'"delta":{"role":'
 _MAX_ROLES = 1 << 20  # bytes of events that name roles, before others: vLLM's of 4,000 answers to a request
@@ -280,7 +282,7 @@ class Generation(EngineRequest):
             reply = await engine.ask("POST", self._request.route.value, body, self._headers, timeout)
             done = False
             try:
-                if reply.status == 200 and is_stream(reply):
+                if reply.status == 200 and reply.is_stream:
                     rewriter = self._rewriter(engine)
                     first = await self._first_events(reply, rewriter)
                     done = True
@@ -356,22 +358,21 @@ class Generation(EngineRequest):
         """The first whole events that say anything, or many; before them, another decode engine can be tried. Raises
         EngineFailure, and AnswerTooLarge for an event above the limit."""
         try:
-            events = self._feed(reply, rewriter, reply.first)
+            events = new = self._feed(reply, rewriter, reply.first)
             async with aclosing(reply.chunks(self._config.stream_idle_timeout)) as chunks:
-                while len(events) < _MAX_ROLES and _is_empty(events):
+                while len(events) < _MAX_ROLES and not _saying(new):
                     if (data := await anext(chunks, None)) is None:
                         break
-                    events += self._feed(reply, rewriter, data)
+                    new = self._feed(reply, rewriter, data)
+                    events += new
         except sse.EventTooLarge as error:
             raise AnswerTooLarge(f"{reply.engine}: {error}.") from error
         if not events:
             raise EngineFailure(f"{reply.engine} ended a stream before its first event.", began=True)
         if error := response_rewriter.find_error(events, 400):
             raise StreamRefused(reply.engine, *error)
-        for event in events.split(b"\n\n"):
-            if _ROLE not in event:
-                _check_refusal(reply.engine, reply, event)
-                break
+        for event in _saying(events)[:1]:
+            _check_refusal(reply.engine, reply, event)
         return events
 
     async def _relay(
@@ -432,6 +433,6 @@ def _check_refusal(engine: Engine, reply: Reply, document: bytes) -> None:
         raise EngineFailure(f"{engine} aborted a request: it is shut down, or was paused.", lives=True)
 
 
-def _is_empty(events: bytes) -> bool:
-    """Whether these are no events, or only those by which vLLM names the role of the answers of a chat."""
-    return not events or 0 < events.count(_ROLE) == events.count(b"\n\n")
+def _saying(events: bytes) -> list[bytes]:
+    """The events but comments and those by which vLLM names the role of the answers of a chat."""
+    return [event for event in _BLANK_LINE.split(events) if _ROLE not in event and sse.Comments().skip(event)]

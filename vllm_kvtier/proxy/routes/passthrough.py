@@ -39,7 +39,6 @@ from vllm_kvtier.proxy.routes.client_answer import (
     AnswerBroken,
     forwarded,
     forwarded_headers,
-    is_stream,
     refusal,
     unavailable,
 )
@@ -298,8 +297,8 @@ class Passthrough(EngineRequest):
                 engine.succeeded()
             self._learn(reply)
             length = reply.headers.get("content-length", "")
-            if reply.status == 200 and (is_stream(reply) or not length.isdigit() or int(length) > _MAX_WHOLE_BYTES):
-                answer = Answer(200, forwarded_headers(reply, stream=is_stream(reply)), reply=reply, slot=slot)
+            if reply.status == 200 and (reply.is_stream or not length.isdigit() or int(length) > _MAX_WHOLE_BYTES):
+                answer = Answer(200, forwarded_headers(reply, stream=reply.is_stream), reply=reply, slot=slot)
                 answer.pieces = self._relay(reply, answer)
                 slot.prompt_computed()
                 return answer
@@ -328,7 +327,7 @@ class Passthrough(EngineRequest):
         except EngineFailure as failure:
             reply.engine.failed(failure)
             self._note_broken(answer, failure)
-            if not is_stream(reply):
+            if not reply.is_stream:
                 raise AnswerBroken from failure
             message = "The engine that generated this answer failed."
             # The client may have a part of an event; a blank line ends it.
@@ -340,5 +339,5 @@ class Passthrough(EngineRequest):
                 yield b"\n\n" + response_rewriter.error_events(message, 502)
         finally:
             # Also if the client left at once when it had the error.
-            if is_stream(reply) and response_rewriter.ends_with_server_error(end, self._incoming.path):
+            if reply.is_stream and response_rewriter.ends_with_server_error(end, self._incoming.path):
                 self._note_error(reply, answer)
