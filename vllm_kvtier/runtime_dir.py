@@ -45,11 +45,17 @@ def runtime_dir() -> Path:
 
 def make_again(path: str) -> None:
     """Make the directory of this socket, which ``runtime_dir`` made, if it is gone: systemd removes XDG_RUNTIME_DIR
-    with a user's last logout, and makes another one at the next login. Raises KVTierError if it cannot be used, because
-    another user made it, perhaps."""
+    with a user's last logout, and makes another one at the next login. Raises KVTierError if it cannot be made, or if
+    one that is there is another user's. Its mode is the user's choice: it may be of a volume."""
     folder = Path(path).parent
-    if folder.name == _in("").name and not folder.exists() and (reason := _make(folder)):
-        raise KVTierError(reason)
+    if folder.name != _in("").name:
+        return
+    try:
+        reason = distrust(folder.lstat(), {os.getuid(), 0})
+    except FileNotFoundError:
+        reason = _make(folder)
+    if reason:
+        raise KVTierError(f"{folder} cannot be used: {reason}")
 
 
 def other_dirs() -> list[Path]:

@@ -67,6 +67,7 @@ XARGS = b'{"kv_transfer_params": "victim"}'
         (KIND, form(part(XARGS, b'content-disposition: form-data; name="a"', NAMED), FILE)),
         (KIND, form(part(XARGS, b"x: a\n" + NAMED, b'content-disposition: form-data; name="a"'), FILE)),
         (KIND, form(part(XARGS, rb'content-disposition: form-data; name=a; filename="\"; name=vllm_xargs; a="'), FILE)),
+        (KIND, form(part(XARGS, rb'content-disposition: form-data; name=a; filename="x\\"; filename="; name=b"'))),
         (KIND, b"before\r\n" + form(part(XARGS), FILE)),
         (KIND, form(part(XARGS).replace(b"--b", b"--b "), FILE)),
         (KIND, form(part(XARGS).replace(b"\r\n", b"\n"), FILE)),
@@ -91,7 +92,7 @@ async def test_form_that_could_be_read_in_another_way_reaches_no_engine(kind, bo
         ('multipart/form-data; charset=UTF-8; boundary="b"', (b"Content-Disposition: form-data; name=model",)),
         (KIND, (b"Content-Type: text/plain; charset=utf-8", b'Content-Disposition: form-data; name="model"', b"X: 1")),
         (KIND, (b"Content-Disposition: form-data; name=model; filename=m; filename*=utf-8''m",)),
-        (KIND, (rb'Content-Disposition: form-data; name=model; filename="C:\talk\\a.wav"',)),
+        (KIND, (rb'Content-Disposition: form-data; name=model; filename="C:\talk\a.wav"',)),
     ],
 )
 def test_form_as_clients_write_it_is_read(kind, lines):

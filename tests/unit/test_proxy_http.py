@@ -621,7 +621,7 @@ async def test_body_of_request_that_asks_for_another_protocol_is_no_request(oute
 
 
 @pytest.mark.parametrize("length", [b"", b"Content-Length: 0\r\n"])
-async def test_request_without_body_that_asks_for_another_protocol_is_the_last_one(length):
+async def test_request_without_body_that_asks_for_another_protocol_is_the_last_one(length, caplog):
     """As Apache's and Java's clients send their first ones."""
     async with Cluster() as c:
         reader, writer = await asyncio.open_connection("127.0.0.1", int(c.url.rpartition(":")[2]))
@@ -630,6 +630,7 @@ async def test_request_without_body_that_asks_for_another_protocol_is_the_last_o
             answers = await reader.read()
         assert answers.startswith(b"HTTP/1.1 200 ") and answers.count(b"HTTP/1.1 ") == 1
         assert b"connection: close" in answers.lower() and not c.d[0].seen
+        assert "upgrade" not in caplog.text.lower()
         writer.close()
 
 
@@ -641,6 +642,20 @@ async def test_pipelined_request_that_asks_for_another_protocol_is_not_answered(
         writer.write(INNER + OUTER["h2c"] + FRAMING["length"] + INNER)
         with anyio.fail_after(20):
             assert await reader.read() == b""
+        writer.close()
+
+
+@pytest.mark.parametrize("framing", ["length", "chunked"])
+@pytest.mark.parametrize("page", ["health", "ready", "metrics"])
+async def test_pages_without_a_key_hold_no_body(page, framing, tmp_path):
+    (tmp_path / "keys").write_text("ann key-0123456789abcdef\n")
+    (tmp_path / "keys").chmod(0o600)
+    async with Cluster(api_keys_file=str(tmp_path / "keys")) as c:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(c.url.rpartition(":")[2]))
+        body = FRAMING[framing].replace(b"%d" % len(INNER), b"1000000")
+        writer.write(b"GET /%b HTTP/1.1\r\nHost: a\r\n" % page.encode() + body + INNER)
+        with anyio.fail_after(20):
+            assert (await reader.read()).startswith(b"HTTP/1.1 400 ")
         writer.close()
 
 

@@ -298,9 +298,6 @@ def test_store_starts_after_its_directory_went_with_the_users_last_login(tmp_pat
         os.kill(tool.stat().pid, signal.SIGTERM)
     assert stat.S_IMODE(os.stat(os.path.dirname(path)).st_mode) == 0o700
     eventually(lambda: not serves(path))
-    os.chmod(os.path.dirname(path), 0o755)  # as one that another user made meanwhile
-    with pytest.raises(KVTierError, match="could not be started: .* must be a directory of mode 0700"):
-        start_store(path, SMALL)
     with pytest.raises(KVTierError, match="No such file"):  # a directory of the user's is not made
         start_store(str(tmp_path / "other" / "s.sock"), SMALL)
 

@@ -10,6 +10,7 @@ import stat
 import subprocess
 import threading
 import time
+from functools import partial
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
@@ -461,9 +462,26 @@ def test_store_mapping_without_store_raises_with_cause(tmp_path):
         map_pool(str(tmp_path / "none"))
 
 
-def test_directory_that_is_there_is_not_looked_at_when_a_store_starts(tmp_path):
-    """A path in it was given by the user, for a volume of a mode of its own perhaps."""
+@pytest.mark.parametrize("owner", ["ours", "another"])
+def test_directory_that_is_there_is_used_if_it_is_not_another_users(tmp_path, monkeypatch, owner):
+    """Whatever its mode: a path in it was given by the user, for a volume perhaps. All users may write to /tmp."""
     folder = tmp_path / f"kvtier-{os.getuid()}"
     folder.mkdir(mode=0o755)
-    runtime_dir.make_again(str(folder / "store.sock"))
-    assert folder.stat().st_mode & 0o777 == 0o755
+    if owner == "ours":
+        runtime_dir.make_again(str(folder / "store.sock"))
+        assert folder.stat().st_mode & 0o777 == 0o755
+    else:
+        info = os.stat_result((stat.S_IFDIR | 0o777, 1, 1, 2, 65534, 65534, 0, 0, 0, 0))
+        monkeypatch.setattr(Path, "lstat", lambda self: info)
+        with pytest.raises(KVTierError, match="belongs to user 65534"):
+            runtime_dir.make_again(str(folder / "store.sock"))
+
+
+def test_lock_that_is_a_link_is_not_opened(tmp_path):
+    """It may be of another user's making, and lead to a file of this one."""
+    (tmp_path / "theirs").write_text("")
+    start = partial(launcher.start_store, options=None)
+    for name, opened in (("s.sock.lock", listen_socket.take), ("s.sock.start", start)):
+        (tmp_path / name).symlink_to(tmp_path / "theirs")
+        with pytest.raises((OSError, KVTierError), match="symbolic links"):
+            opened(str(tmp_path / "s.sock"))

@@ -452,6 +452,17 @@ def test_stores_keep_pace_with_long_prefills(worker):
     assert late < 3 * step_seconds, f"the last step's blocks were stored {late:.2f} s after it; they take 0.008 s"
 
 
+def test_stores_keep_pace_with_lone_steps(worker):
+    """As of requests of one token each, one at a time: no other step polls behind."""
+    worker.tier.on_device = True
+    for step in range(1, 51):
+        store(worker, step, step=step)
+        if worker.tier.step(step, f"fence {step}", lone=True):
+            worker.tier.collect()
+        time.sleep(20e-3)
+    assert sum(len(told.done) for told in worker.told) > 25
+
+
 @pytest.mark.parametrize("on_device", [False, True])
 def test_sync_load_starts_whole_and_stores_follow_verification(worker, on_device):
     """All of it is begun at once, behind its fence; the step's own stores begin after its verdict."""

@@ -42,7 +42,7 @@ class Tier:
         for each in begun:
             self.owner._jobs.finish(result(each.request_id, *self.bad, load_id=each.load_id))
 
-    def step(self, step, fence):
+    def step(self, step, fence, lone):
         self.log.append(("step", step))
 
     def collect(self, idle):

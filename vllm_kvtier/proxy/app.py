@@ -89,7 +89,7 @@ class ProxyApp:
             refused = None if admin.is_operator(core, incoming) else admin.forbidden()
             return path, _only(incoming, ("POST",)) or refused or partial(self._operate, path)
         if path in QUIET_ROUTES:
-            return path, _only(incoming, ("GET", "HEAD")) or partial(self._page, path)
+            return path, _only(incoming, ("GET", "HEAD")) or _without_body(incoming) or partial(self._page, path)
         # If keys are configured, every other path needs one, including paths that do not exist.
         owner = None
         if core.keys is not None and (owner := core.keys.owner(incoming.headers)) is None:
@@ -154,6 +154,13 @@ def _only(incoming: Incoming, methods: tuple[str, ...]) -> Answer | None:
         return None
     message = f"{incoming.method} {incoming.path}: Method Not Allowed."
     return refusal(405, message, "invalid_request_error", {"allow": ", ".join(methods), **CLOSING})
+
+
+def _without_body(incoming: Incoming) -> Answer | None:
+    """No key is looked at before a page: its body would be held for any client."""
+    if incoming.headers.get("content-length", "0") == "0" and "transfer-encoding" not in incoming.headers:
+        return None
+    return refusal(400, f"{incoming.path} takes no body.", "invalid_request_error", CLOSING)
 
 
 def _only_json(incoming: Incoming) -> Answer | None:

@@ -67,7 +67,7 @@ def start_store(path: str, options: StoreOptions, timeout: float = 30.0) -> None
         return
     try:
         make_again(path)
-        starting = os.open(f"{path}.start", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        starting = os.open(f"{path}.start", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except (KVTierError, OSError) as error:  # the directory was removed, or is full
         raise KVTierError(f"the node store could not be started: {error}") from error
     try:

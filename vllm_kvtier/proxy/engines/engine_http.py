@@ -219,7 +219,7 @@ def _socket(address: tuple) -> socket.socket:
     return made
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=32)  # those of earlier certificates stay as long
 def _tls_context(ca: str | None, cert: str | None, key: str | None, files: tuple) -> ssl.SSLContext:
     """``files``: as of ``Secrets``. To read a file of all authorities takes 30 ms and more, and a reload asks for each
     engine."""

@@ -10,8 +10,8 @@ from vllm_kvtier.proxy.messages.request_bodies import BadRequest, remove_transfe
 _KIND = "multipart/form-data"
 _PARAMETER = re.compile(r'\s*(boundary|charset)=("?)([^\s"\\]{1,70})\2\s*', re.I)
 _VALUE = rb'(?:"[^"\\\r\n]*"|[^\s";\\]+)'
-# In a name of a file a backslash means nothing here; before a quote some take it for an escape, and others do not.
-_FILE = rb'(?:"(?:[^"\\\r\n]|\\[^"\r\n])*"|[^\s";\\]+)'
+# In a name of a file a backslash means nothing here. Before a quote, or another one, some take it for an escape.
+_FILE = rb'(?:"(?:[^"\\\r\n]|\\(?=[^"\\\r\n]))*"|[^\s";\\]+)'
 _OTHERS = rb"(?:(?!content-disposition)[\w-]+:[^\r\n]*\r\n)*"
 _HEADERS = re.compile(
     rb"\r\n%b(?i:content-disposition: *form-data; *name=)(%b)(?i:; *filename\*?=%b)*\r\n%b\r\n"

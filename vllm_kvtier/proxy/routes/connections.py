@@ -79,6 +79,9 @@ class BoundedProtocol(_Base):
         self._head_bytes = 0
         super().on_body(body)
 
+    def _unsupported_upgrade_warning(self) -> None:
+        """Nothing: uvicorn's advises to install libraries."""
+
     def send_400_response(self, msg: str) -> None:
         if not self.transport.is_closing():
             super().send_400_response(msg)

@@ -27,7 +27,7 @@ def take(path: str, wait: bool = True) -> int:
     if not folder.is_dir():
         raise KVTierError(f"{folder} is not a directory; no store can listen at {path}")
     while True:
-        fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             owner = os.pread(fd, 32, 0).decode("ascii", "replace").strip()
             if not lock_now(fd) and not (wait and _wait_end(path, owner) and lock_now(fd)):

@@ -152,7 +152,10 @@ class StoreWorker:
         if self._timer_at > now + 2 * MAX_STEP_POLL_SECONDS:
             # This may be the last step for long; the timer was set when these jobs could not begin yet.
             self._reactor.call_soon(lambda: self._poll_within(STEP_POLL_SECONDS[1]))
-        return now >= self._stores_at and not lone
+        if lone and now >= self._stores_at:
+            self._leave_to_reactor()
+            return False
+        return now >= self._stores_at
 
     def withdraw(self) -> None:
         """Report for good that this rank reaches no memory of the store."""
@@ -230,10 +233,8 @@ class StoreWorker:
         if idle and loading:
             self._stay()
             return
-        if idle:  # perhaps the last step for long: the reactor takes over, behind the output of the step before
-            self._runner_polled = -math.inf
-            if self.on_device and self._engine.stores.nbytes:
-                self._reactor.call_within(REPORT_WITHIN, self._schedule)
+        if idle:  # perhaps the last step for long
+            self._leave_to_reactor()
             return
         self._runner_polled = now = time.monotonic()
         if not (self.on_device and (loading or self._engine.stores.nbytes)):
@@ -267,6 +268,13 @@ class StoreWorker:
                 torch.cuda.synchronize(self._view.device)
             ended = self._poll()
         self._report(ended)
+
+    def _leave_to_reactor(self) -> None:
+        """It takes over behind the output that waits for this thread: others may follow that are not polled behind,
+        or none for long."""
+        self._runner_polled = -math.inf
+        if self.on_device and self._engine.stores.nbytes:
+            self._reactor.call_within(REPORT_WITHIN, self._schedule)
 
     def _stay(self) -> None:
         """Copy and poll on this thread for a while. vLLM runs empty steps of a millisecond or more while all requests
