@@ -104,7 +104,9 @@ class Engine:
             ),
             kv_transfer_config=KVTransferConfig(
                 kv_connector="KVTierConnector", kv_connector_module_path="vllm_kvtier.connector", kv_role="kv_both",
-                kv_connector_extra_config={"store": store.path, "model_fingerprint": "decode calls"},
+                kv_connector_extra_config={
+                    "store": store.path, "model_fingerprint": "decode calls", "lookup_timeout": 60
+                },
             ),
         )  # fmt: skip
         config.cache_config.num_gpu_blocks = blocks
