@@ -398,6 +398,14 @@ class Engine:
         for block in waiting:
             assert self.fake.blocks[block].ref_cnt > 0
 
+    def orders_end(self, how):
+        """All that the workers have; ``how``: ``copy`` or ``fail``."""
+        self.reactor.run()
+        for rank in (0, 1):
+            for order in list(self.orders[rank]):
+                how(rank, order)
+        self.reactor.run()
+
     def settle_down(self):
         """Everybody answers."""
         for _ in range(100):

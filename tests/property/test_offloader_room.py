@@ -30,11 +30,7 @@ def test_empty_step_unpins_blocks_only_where_they_are_lacking():
     [r] = computed(engine, 1, 40)
     flush(engine, r)
     engine.tier.answer(0, engine.full)
-    engine.reactor.run()
-    for rank in (0, 1):
-        for order in list(engine.orders[rank]):
-            engine.copy(rank, order)
-    engine.reactor.run()
+    engine.orders_end(engine.copy)
     pinned = engine.offloader.pinned
     assert engine.offloader.jobs.returned
     engine.offloader.begin_step(engine.step_number + 1, [], idle=True)
@@ -370,11 +366,7 @@ def test_offloader_retries_full_store_a_few_times(ends, times):
         flush(engine, r)
         while engine.tier.asked:
             engine.tier.answer(0, engine.full, lambda: len(engine.tier.entries) < 6)
-        engine.reactor.run()
-        for rank in (0, 1):
-            for order in list(engine.orders[rank]):
-                engine.copy(rank, order)
-        engine.reactor.run()
+        engine.orders_end(engine.copy)
         engine.offloader.idle()
         engine.step(every=1.1)
     if not ends:
@@ -394,11 +386,7 @@ def test_offloader_retries_of_failing_copy_are_bounded():
         engine.reactor.run()
         while engine.tier.asked:
             engine.tier.answer(0, engine.full)
-        engine.reactor.run()
-        for rank in (0, 1):
-            for order in list(engine.orders[rank]):
-                engine.fail(rank, order)
-        engine.reactor.run()
+        engine.orders_end(engine.fail)
         engine.offloader.idle()
     assert not engine.offloader.pinned and len(engine.tier.items) == 10 * (1 + offloader.MAX_REWINDS)
     assert lost(engine) == {"copy_dropped": 10}
@@ -456,11 +444,7 @@ def test_offloader_settle_waits_for_copies_and_unpins_all():
 
         def others(engine=engine):
             engine.tier.answer(0, engine.full)
-            engine.reactor.run()
-            for rank in (0, 1):
-                for order in list(engine.orders[rank]):
-                    engine.copy(rank, order)
-            engine.reactor.run()
+            engine.orders_end(engine.copy)
 
         thread = threading.Thread(target=others)
         thread.start()

@@ -166,8 +166,8 @@ class Engine:
         """Send a request (see ``EngineHttp.ask``), with this engine's key in place of the client's if it has one.
 
         An engine that refuses the proxy's key has failed; but ``extra_routes`` may want another one. An engine that a
-        client has given up is probed, because clients may be less patient than the time limits, and one that hangs
-        would get requests for ever."""
+        client has given up is probed, because clients may be less patient than the time limits, and one whose server
+        hangs would get requests for ever."""
         headers = dict(headers)
         if self._authorization is not None:
             headers["authorization"] = self._authorization
